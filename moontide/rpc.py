@@ -1,0 +1,135 @@
+"""gRPC as Moontide uses it: one place for limits, keepalive, error mapping, start and drain of a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from moontide.errors import Cancelled, ConfigError, DeadlineExceeded, Internal, MoontideError, NodeLost, error_from_code
+from moontide.log import get_logger
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A 1M-token prompt is 4 MiB of ids, which gRPC's own default of 4 MiB refuses."""
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+_CODE_KEY = "moontide-error"
+_PARAM_KEY = "moontide-param"
+
+log = get_logger(__name__)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `address`; the caller closes it. Reconnects quickly: a restarted peer is seen within a second."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)],
+    )
+
+
+class Server:
+    """A gRPC server with health and reflection.
+
+    `serving` starts False: health answers NOT_SERVING until `set_serving(True)`.
+    """
+
+    def __init__(self) -> None:
+        self._server = grpc.aio.server(options=[*_OPTIONS, ("grpc.so_reuseport", 0)])
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._service_names: list[str] = [""]
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service_name: str) -> None:
+        register(servicer, self._server)
+        self._service_names.append(service_name)
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and serve; returns the port. Raises: ConfigError when the port is taken."""
+        reflection.enable_server_reflection(
+            [*self._service_names[1:], reflection.SERVICE_NAME, health.SERVICE_NAME], self._server
+        )
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: the port is in use; choose another gRPC port"
+            ) from error
+        await self.set_serving(False)
+        await self._server.start()
+        return int(bound)
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._service_names:
+            await self._health.set(name, status)
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Stop taking calls, let running ones finish for `grace_s`, then cancel them."""
+        await self._server.stop(grace_s)
+
+
+@asynccontextmanager
+async def grpc_errors(context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> AsyncIterator[None]:
+    """Turn our errors into gRPC statuses at a servicer's outermost edge; anything else is logged and becomes INTERNAL."""
+    try:
+        yield
+    except MoontideError as error:
+        await abort(context, error)
+    except (grpc.aio.AbortError, grpc.aio.BaseError):
+        raise
+    except Exception as error:
+        log.exception("call failed", request_id=request_id)
+        await abort(context, Internal(f"{type(error).__name__}: {error}"))
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MoontideError) -> None:
+    """End the call with the status of `error`; its class and field travel as trailers."""
+    trailers: list[tuple[str, str]] = [(_CODE_KEY, error.code)]
+    param = getattr(error, "param", None)
+    if param:
+        trailers.append((_PARAM_KEY, param))
+    await context.abort(error.status, str(error), tuple(trailers))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> MoontideError:
+    """Our error for a failed call: the class that the peer named, else by status. `peer` names who was called."""
+    details = error.details() or error.code().name
+    for key, value in error.trailing_metadata() or ():
+        if key == _CODE_KEY:
+            return error_from_code(value if isinstance(value, str) else value.decode(), details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{peer} did not answer in time")
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return Cancelled(f"call to {peer} was cancelled")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return NodeLost(f"{peer} is not reachable: {details}")
+    return Internal(f"{peer}: {error.code().name}: {details}")
+
+
+async def call(
+    method: Callable[..., Awaitable[Any]],
+    request: Any,
+    *,
+    timeout_s: float,
+    peer: str,
+    metadata: Sequence[tuple[str, str]] = (),
+) -> Any:
+    """One unary call with a deadline; gRPC errors become ours."""
+    try:
+        return await method(request, timeout=timeout_s, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer) from error

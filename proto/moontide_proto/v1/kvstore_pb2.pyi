@@ -1,0 +1,128 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RegisterLayoutRequest(_message.Message):
+    __slots__ = ("layout_json",)
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    layout_json: str
+    def __init__(self, layout_json: _Optional[str] = ...) -> None: ...
+
+class RegisterLayoutReply(_message.Message):
+    __slots__ = ("node_id", "boot_id")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    boot_id: str
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "layout_digest", "parent_hash", "block_hashes", "has_partial", "lease_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HAS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    layout_digest: bytes
+    parent_hash: bytes
+    block_hashes: bytes
+    has_partial: bool
+    lease_s: float
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., has_partial: _Optional[bool] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("result", "hit_blocks", "needed_bytes", "capacity_bytes")
+    class Result(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        RESULT_UNSPECIFIED: _ClassVar[ReserveReply.Result]
+        RESERVED: _ClassVar[ReserveReply.Result]
+        WAIT: _ClassVar[ReserveReply.Result]
+        TOO_LARGE: _ClassVar[ReserveReply.Result]
+    RESULT_UNSPECIFIED: ReserveReply.Result
+    RESERVED: ReserveReply.Result
+    WAIT: ReserveReply.Result
+    TOO_LARGE: ReserveReply.Result
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    result: ReserveReply.Result
+    hit_blocks: int
+    needed_bytes: int
+    capacity_bytes: int
+    def __init__(self, result: _Optional[_Union[ReserveReply.Result, str]] = ..., hit_blocks: _Optional[int] = ..., needed_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "first_block", "num_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    first_block: int
+    num_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class SealReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("request_ids", "lease_s")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("unknown_request_ids",)
+    UNKNOWN_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    unknown_request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unknown_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("request_id", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvStoreStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvStoreStats(_message.Message):
+    __slots__ = ("node_id", "boot_id", "capacity_bytes", "used_bytes", "sealed_blocks", "reservations", "pinned_blocks", "objects_to_remove")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEALED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_TO_REMOVE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    boot_id: str
+    capacity_bytes: int
+    used_bytes: int
+    sealed_blocks: int
+    reservations: int
+    pinned_blocks: int
+    objects_to_remove: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., objects_to_remove: _Optional[int] = ...) -> None: ...
