@@ -38,9 +38,9 @@ class HealthServer:
         """Listen; returns the port. Raises: OSError when the port is taken."""
         app = web.Application()
         app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, host, port)
         await site.start()
         return int(self._runner.addresses[0][1])
 

@@ -88,6 +88,7 @@ class Announcer:
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
             await self._beat()
+            raise_if_cancelled()
 
     async def _beat(self) -> None:
         record = self._record()
@@ -119,6 +120,18 @@ class Announcer:
                 "registry connected" if connected else "registry lost", reason=reason or "none"
             )
         self.connected = connected
+
+
+def raise_if_cancelled() -> None:
+    """Call it in every loop around operations of the Redis client: the client takes a cancellation that arrives during an
+    operation for a timeout, tries again and succeeds, and the loop would never end. It can go when the client lets
+    cancellations through.
+
+    Raises: asyncio.CancelledError if this task is being cancelled.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def connect(config: RegistryConfig) -> redis.Redis:

@@ -120,6 +120,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> MoontideError:
     return Internal(f"{peer}: {error.code().name}: {details}")
 
 
+def names_error(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer said which of our errors it was; a broken connection never does."""
+    return any(key == _CODE_KEY for key, _ in error.trailing_metadata() or ())
+
+
 async def call(
     method: Callable[..., Awaitable[Any]],
     request: Any,

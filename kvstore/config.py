@@ -1,0 +1,67 @@
+"""Settings of the store process."""
+
+from dataclasses import dataclass
+
+from moontide.config import NodeConfig, RegistryConfig, check_port
+from moontide.errors import ConfigError
+
+MASTER_WATERMARK = 0.9
+"""Share of the pool above which the store's master evicts by itself; it must never come to that, for it knows no blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvStoreSettings:
+    """Section `kvstore`."""
+
+    master_rpc: str
+    """host:port of the store's master (--rpc_address, --rpc_port)."""
+    master_http: str
+    """host:port of the HTTP server of the store's master (--metrics_host, --metrics_port)."""
+    client_port: int = 0
+    """Port of the data client that owns the segment; 0 takes a free one. With a fixed one, local processes attach again after a restart."""
+    client_threads: int = 2
+    """Threads of the data client."""
+    protocol: str = "tcp"
+    """How hosts exchange bytes: tcp or rdma."""
+    pool_bytes: int = 1 << 30
+    """Size of the segment that this host adds to the pool."""
+    fill_fraction: float = 0.85
+    """Share of pool_bytes that reservations and cached blocks may use; below the master's watermark of 0.9."""
+
+    def __post_init__(self) -> None:
+        check_address("kvstore.master_rpc", self.master_rpc)
+        check_address("kvstore.master_http", self.master_http)
+        check_port("kvstore.client_port", self.client_port)
+        if self.protocol not in ("tcp", "rdma"):
+            raise ConfigError(f"kvstore.protocol={self.protocol!r} is unknown; use tcp or rdma")
+        if self.client_threads < 1:
+            raise ConfigError(f"kvstore.client_threads={self.client_threads} is below 1; use 1 or more")
+        if self.pool_bytes < 16 << 20:
+            raise ConfigError(
+                f"kvstore.pool_bytes={self.pool_bytes} is below 16 MiB; a pool that small holds no prompt"
+            )
+        if not 0 < self.fill_fraction < MASTER_WATERMARK:
+            raise ConfigError(
+                f"kvstore.fill_fraction={self.fill_fraction} is outside of (0, {MASTER_WATERMARK}): above that the store's master "
+                "evicts blocks behind our back; try 0.85"
+            )
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self.pool_bytes * self.fill_fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvStoreConfig:
+    """All settings of `python -m kvstore`."""
+
+    node: NodeConfig
+    registry: RegistryConfig
+    kvstore: KvStoreSettings
+
+
+def check_address(name: str, address: str) -> None:
+    """Raises: ConfigError when `address` is not host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"{name}={address!r} is no address; write host:port, e.g. 127.0.0.1:50051")

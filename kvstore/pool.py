@@ -1,0 +1,492 @@
+"""Accounting of this host's segment: who holds which block, what may leave, and what is still on its way out. No I/O.
+
+    absent --reserve--> open --seal--> sealed --evict--> leaving --> absent        every state but absent counts its bytes
+                          |                                 ^
+                          `--last reference is dropped------'       a block that is leaving and is reserved again is open
+
+What holds at any time:
+- used + free = capacity; a request gets all the room it needs, or none.
+- Sealed blocks are closed under "parent of": a block that was completed before its parent is sealed together with it.
+- References are closed under "parent of" too, because a reservation lists its chain from the first block on. So every
+  unreferenced block can be evicted, children before parents.
+- A leaving block's bytes count until its objects are seen to be gone. It is looked at again for a while after its last
+  writer let go, because a put of a dying writer may arrive late.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvstore.block import BlockHash
+from kvstore.keys import block_key, check_request_id, partial_key
+from kvstore.layout import KVLayout
+from kvstore.transfer.base import RemoveStatus
+from moontide.clock import Clock
+from moontide.errors import BadRequest, BlockMissing
+
+RETRY_REMOVAL_S = 0.5
+"""Seconds until a removal that a reader's lease blocked is tried again."""
+_RECHECKS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Ages, counted from the last writer's end, at which objects that are gone are looked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """One attempt of one request."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReserveRequest:
+    owner: RequestKey
+    layout: KVLayout
+    root: BlockHash
+    hashes: tuple[BlockHash, ...]
+    """Every full block of the prompt, from the first on."""
+    has_partial: bool
+    lease_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return (len(self.hashes) + self.has_partial) * self.layout.block_bytes
+
+
+class ReserveResult(Enum):
+    RESERVED = auto()
+    WAIT = auto()
+    """Room is short now: ask again."""
+    TOO_LARGE = auto()
+    """More than the pool can ever hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReserveReply:
+    result: ReserveResult
+    hit_blocks: int
+    """Leading blocks that are sealed."""
+    needed_bytes: int
+    """TOO_LARGE: bytes of all blocks; else what was, or must become, free for this request."""
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Blocks that were sealed together; each one's parent is the one before, the first one's is `parent`."""
+
+    parent: BlockHash
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Objects to remove now; the outcome goes to `finish_removal`."""
+
+    owner: BlockHash | RequestKey
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    capacity_bytes: int
+    used_bytes: int
+    sealed_blocks: int
+    reservations: int
+    pinned_blocks: int
+    objects_to_remove: int
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: BlockHash
+    layout: KVLayout
+    num_refs: int = 0
+    is_complete: bool = False
+    is_sealed: bool = False
+    children: set[BlockHash] = field(default_factory=set)
+    last_use: int = 0
+    released_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Reservation:
+    request: ReserveRequest
+    expires_s: float
+
+
+@dataclass(slots=True)
+class _Leaving:
+    keys: tuple[str, ...]
+    nbytes: int
+    """Still counted; 0 once the objects were seen to be gone."""
+    released_s: float
+    due_s: float
+    is_busy: bool = False
+
+
+class PoolState:
+    """Not thread safe: one owner calls it, between two awaits."""
+
+    def __init__(self, *, capacity_bytes: int, clock: Clock) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._clock = clock
+        self._used_bytes = 0
+        self._idle_bytes = 0
+        """Of sealed blocks without references."""
+        self._leaving_bytes = 0
+        self._num_sealed = 0
+        self._num_pinned = 0
+        self._use_count = 0
+        self._blocks: dict[BlockHash, _Block] = {}
+        self._reservations: dict[RequestKey, _Reservation] = {}
+        self._leaving: dict[BlockHash | RequestKey, _Leaving] = {}
+        self._cold: list[tuple[int, BlockHash]] = []
+        """Heap of (last use, hash). Entries go stale; `_is_cold` tells which ones count."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self._used_bytes
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self._used_bytes,
+            sealed_blocks=self._num_sealed,
+            reservations=len(self._reservations),
+            pinned_blocks=self._num_pinned,
+            objects_to_remove=sum(len(leaving.keys) for leaving in self._leaving.values() if leaving.nbytes),
+        )
+
+    def holds(self, owner: RequestKey) -> bool:
+        return owner in self._reservations
+
+    def reserve(self, request: ReserveRequest) -> ReserveReply:
+        """Pin every block of a prompt and set room aside for the ones that are not there. All or nothing; idempotent.
+
+        Raises: BadRequest for a chain that contradicts itself, the pool, or an earlier call of the same owner.
+        """
+        held = self._reservations.get(request.owner)
+        if held is not None:
+            _check_same_chain(held.request, request)
+            held.expires_s = self._clock.now() + request.lease_s
+            return self._reply(ReserveResult.RESERVED, request, 0)
+        self._check_chain(request)
+        if request.total_bytes > self.capacity_bytes:
+            return self._reply(ReserveResult.TOO_LARGE, request, request.total_bytes)
+        needed = self._needed_bytes(request)
+        if needed > self.free_bytes or self._is_being_removed(request):
+            return self._reply(ReserveResult.WAIT, request, needed)
+        self._grant(request)
+        return self._reply(ReserveResult.RESERVED, request, needed)
+
+    def evict_for(self, request: ReserveRequest) -> list[BlockHash]:
+        """Start to remove cold blocks until `request` fits, least recently used first, never one that it asks for.
+
+        Returns: the blocks that stopped being sealed; empty when nothing is short, when what is leaving already will do,
+            or when even all cold blocks are not enough.
+        """
+        short = self._needed_bytes(request) - self.free_bytes - self._leaving_bytes
+        asked = set(request.hashes)
+        idle_asked = sum(
+            block.layout.block_bytes
+            for block in map(self._blocks.get, asked)
+            if block is not None and block.is_sealed and not block.num_refs
+        )
+        if short <= 0 or short > self._idle_bytes - idle_asked:
+            return []
+        victims: list[BlockHash] = []
+        kept: list[tuple[int, BlockHash]] = []
+        while short > 0:
+            entry = heapq.heappop(self._cold)
+            block_hash = entry[1]
+            if not self._is_cold(entry):
+                continue
+            if block_hash in asked:
+                kept.append(entry)
+                continue
+            short -= self._blocks[block_hash].layout.block_bytes
+            self._start_leaving(block_hash)
+            victims.append(block_hash)
+        for entry in kept:
+            heapq.heappush(self._cold, entry)
+        return victims
+
+    def seal(self, owner: RequestKey, *, first_block: int, num_blocks: int) -> list[StoredRun]:
+        """Mark blocks whose objects were all seen to exist; returns what became visible to prefix matching. Idempotent.
+
+        Raises: BlockMissing if the reservation ended; BadRequest for positions outside of it.
+        """
+        reservation = self._reservations.get(owner)
+        if reservation is None:
+            raise BlockMissing(
+                f"request {owner.request_id} epoch {owner.epoch} holds no reservation here: its lease ended or it was "
+                "released; reserve again"
+            )
+        hashes = reservation.request.hashes
+        if not 0 <= first_block <= first_block + num_blocks <= len(hashes):
+            raise BadRequest(
+                f"blocks [{first_block}, {first_block + num_blocks}) are outside of the {len(hashes)} reserved ones"
+            )
+        sealed: list[BlockHash] = []
+        for block_hash in hashes[first_block : first_block + num_blocks]:
+            self._blocks[block_hash].is_complete = True
+            self._seal_from(block_hash, sealed)
+        return self._runs(sealed)
+
+    def renew(self, request_ids: Iterable[str], *, lease_s: float) -> list[str]:
+        """Extend the leases of every epoch of these requests; returns the ids that hold nothing here."""
+        unknown = dict.fromkeys(request_ids)
+        wanted = set(unknown)
+        expires_s = self._clock.now() + lease_s
+        for owner, reservation in self._reservations.items():
+            if owner.request_id in wanted:
+                reservation.expires_s = expires_s
+                unknown.pop(owner.request_id, None)
+        return list(unknown)
+
+    def release(self, owner: RequestKey) -> None:
+        """Drop the pins; the partial block, and full blocks that were not sealed and nobody else waits for, leave. Idempotent."""
+        reservation = self._reservations.pop(owner, None)
+        if reservation is None:
+            return
+        now = self._clock.now()
+        self._use_count += 1
+        request = reservation.request
+        for block_hash in reversed(request.hashes):
+            block = self._blocks[block_hash]
+            block.num_refs -= 1
+            block.released_s = now
+            if block.num_refs:
+                continue
+            self._num_pinned -= 1
+            if block.is_sealed:
+                self._idle_bytes += block.layout.block_bytes
+                block.last_use = self._use_count
+                self._note_if_cold(block_hash)
+            else:
+                self._start_leaving(block_hash)
+        if request.has_partial:
+            keys = tuple(
+                partial_key(owner.request_id, owner.epoch, group_idx) for group_idx in range(request.layout.num_groups)
+            )
+            self._leaving[owner] = _Leaving(keys, request.layout.block_bytes, released_s=now, due_s=now)
+            self._leaving_bytes += request.layout.block_bytes
+
+    def expire(self) -> list[RequestKey]:
+        """Release what was not renewed in time; returns it."""
+        now = self._clock.now()
+        expired = [owner for owner, held in self._reservations.items() if held.expires_s <= now]
+        for owner in expired:
+            self.release(owner)
+        return expired
+
+    def due_removals(self, *, max_objects: int) -> list[Removal]:
+        """Hand out objects to remove now. Until `finish_removal` nobody can reserve them."""
+        now = self._clock.now()
+        due: list[Removal] = []
+        num_objects = 0
+        for owner, leaving in self._leaving.items():
+            if leaving.is_busy or leaving.due_s > now:
+                continue
+            if num_objects >= max_objects:
+                break
+            leaving.is_busy = True
+            due.append(Removal(owner, leaving.keys))
+            num_objects += len(leaving.keys)
+        return due
+
+    def finish_removal(self, removal: Removal, statuses: Sequence[RemoveStatus]) -> None:
+        """Take the outcome of one attempt and plan the next one, if it takes one."""
+        leaving = self._leaving[removal.owner]
+        leaving.is_busy = False
+        now = self._clock.now()
+        if any(status not in (RemoveStatus.REMOVED, RemoveStatus.MISSING) for status in statuses):
+            leaving.due_s = now + RETRY_REMOVAL_S
+            return
+        self._used_bytes -= leaving.nbytes
+        self._leaving_bytes -= leaving.nbytes
+        leaving.nbytes = 0
+        age_s = now - leaving.released_s
+        recheck_s = next((at_s for at_s in _RECHECKS_S if at_s > age_s), None)
+        if recheck_s is None:
+            del self._leaving[removal.owner]
+        else:
+            leaving.due_s = leaving.released_s + recheck_s
+
+    def sealed_runs(self, *, max_blocks: int) -> list[StoredRun]:
+        """Everything that prefix matching may use, parents first, in runs of at most `max_blocks`."""
+        order: list[BlockHash] = []
+        stack = [h for h, block in self._blocks.items() if block.is_sealed and block.parent not in self._blocks]
+        while stack:
+            block_hash = stack.pop()
+            order.append(block_hash)
+            stack.extend(child for child in self._blocks[block_hash].children if self._blocks[child].is_sealed)
+        return self._runs(order, max_blocks=max_blocks)
+
+    def check_invariants(self) -> None:
+        """Assert what the module promises; costs a walk over everything."""
+        refs = dict.fromkeys(self._blocks, 0)
+        for held in self._reservations.values():
+            for block_hash in held.request.hashes:
+                refs[block_hash] += 1
+        idle_bytes = 0
+        cold = set(self._cold)
+        for block_hash, block in self._blocks.items():
+            assert block.num_refs == refs[block_hash], "references differ from what reservations list"
+            assert block.is_sealed or block.num_refs, "an open block that nobody holds"
+            assert block_hash not in self._leaving, "a block is held and leaving"
+            assert all(self._blocks[child].parent == block_hash for child in block.children), "wrong child"
+            parent = self._blocks.get(block.parent)
+            if parent is not None:
+                assert block_hash in parent.children, "a child that its parent does not know"
+                assert parent.is_sealed or not block.is_sealed, "a sealed block under an open one"
+                assert parent.num_refs >= 1 or not block.num_refs, "a pinned block under one that may leave"
+            if block.is_sealed and not block.num_refs:
+                idle_bytes += block.layout.block_bytes
+                assert block.children or (block.last_use, block_hash) in cold, "a cold block that is never evicted"
+        block_bytes = sum(block.layout.block_bytes for block in self._blocks.values())
+        partial_bytes = sum(
+            held.request.layout.block_bytes for held in self._reservations.values() if held.request.has_partial
+        )
+        leaving_bytes = sum(leaving.nbytes for leaving in self._leaving.values())
+        assert idle_bytes == self._idle_bytes, f"idle bytes {self._idle_bytes}, counted {idle_bytes}"
+        assert leaving_bytes == self._leaving_bytes, f"leaving bytes {self._leaving_bytes}, counted {leaving_bytes}"
+        assert self._num_sealed == sum(block.is_sealed for block in self._blocks.values()), "sealed blocks miscounted"
+        assert self._num_pinned == sum(bool(block.num_refs) for block in self._blocks.values()), "pins miscounted"
+        counted = block_bytes + partial_bytes + leaving_bytes
+        assert self._used_bytes == counted, f"used bytes {self._used_bytes}, counted {counted}"
+        assert 0 <= self._used_bytes <= self.capacity_bytes, f"used {self._used_bytes} of {self.capacity_bytes}"
+
+    def _check_chain(self, request: ReserveRequest) -> None:
+        check_request_id(request.owner.request_id)
+        if len(set(request.hashes)) != len(request.hashes) or request.root in request.hashes:
+            raise BadRequest("block_hashes names a block twice; send the chain of one prompt")
+        parent = request.root
+        for position, block_hash in enumerate(request.hashes):
+            block = self._blocks.get(block_hash)
+            if block is not None and block.parent != parent:
+                raise BadRequest(
+                    f"block {position} ({block_hash.hex()}) is known under another parent; send whole chains"
+                )
+            parent = block_hash
+
+    def _needed_bytes(self, request: ReserveRequest) -> int:
+        nbytes = request.layout.block_bytes
+        owners: list[BlockHash | RequestKey] = [h for h in request.hashes if h not in self._blocks]
+        if request.has_partial:
+            owners.append(request.owner)
+        counted = sum(self._leaving[owner].nbytes for owner in owners if owner in self._leaving)
+        return len(owners) * nbytes - counted
+
+    def _is_being_removed(self, request: ReserveRequest) -> bool:
+        owners: tuple[BlockHash | RequestKey, ...] = (*request.hashes, request.owner)
+        return any(owner in self._leaving and self._leaving[owner].is_busy for owner in owners)
+
+    def _grant(self, request: ReserveRequest) -> None:
+        parent = request.root
+        for block_hash in request.hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                self._stop_leaving(block_hash)
+                block = self._blocks[block_hash] = _Block(parent, request.layout)
+                self._used_bytes += request.layout.block_bytes
+                if parent in self._blocks:
+                    self._blocks[parent].children.add(block_hash)
+            elif block.is_sealed and not block.num_refs:
+                self._idle_bytes -= block.layout.block_bytes
+            self._num_pinned += not block.num_refs
+            block.num_refs += 1
+            parent = block_hash
+        if request.has_partial:
+            self._stop_leaving(request.owner)
+            self._used_bytes += request.layout.block_bytes
+        self._reservations[request.owner] = _Reservation(request, self._clock.now() + request.lease_s)
+
+    def _reply(self, result: ReserveResult, request: ReserveRequest, needed_bytes: int) -> ReserveReply:
+        hit_blocks = 0
+        for block_hash in request.hashes:
+            block = self._blocks.get(block_hash)
+            if block is None or not block.is_sealed:
+                break
+            hit_blocks += 1
+        return ReserveReply(
+            result=result, hit_blocks=hit_blocks, needed_bytes=needed_bytes, capacity_bytes=self.capacity_bytes
+        )
+
+    def _seal_from(self, block_hash: BlockHash, sealed: list[BlockHash]) -> None:
+        """Seal a complete block if its parent is sealed, and complete ones below it that waited; append them in order."""
+        stack = [block_hash]
+        while stack:
+            candidate = stack.pop()
+            block = self._blocks[candidate]
+            parent = self._blocks.get(block.parent)
+            if block.is_sealed or not block.is_complete or (parent is not None and not parent.is_sealed):
+                continue
+            block.is_sealed = True
+            self._num_sealed += 1
+            sealed.append(candidate)
+            stack.extend(block.children)
+
+    def _runs(self, ordered: Sequence[BlockHash], *, max_blocks: int | None = None) -> list[StoredRun]:
+        runs: list[list[BlockHash]] = []
+        for block_hash in ordered:
+            follows = runs and runs[-1][-1] == self._blocks[block_hash].parent
+            if follows and (max_blocks is None or len(runs[-1]) < max_blocks):
+                runs[-1].append(block_hash)
+            else:
+                runs.append([block_hash])
+        return [StoredRun(self._blocks[run[0]].parent, tuple(run)) for run in runs]
+
+    def _is_cold(self, entry: tuple[int, BlockHash]) -> bool:
+        last_use, block_hash = entry
+        block = self._blocks.get(block_hash)
+        return (
+            block is not None
+            and block.is_sealed
+            and not block.num_refs
+            and not block.children
+            and block.last_use == last_use
+        )
+
+    def _note_if_cold(self, block_hash: BlockHash) -> None:
+        entry = (self._blocks[block_hash].last_use, block_hash)
+        if not self._is_cold(entry):
+            return
+        heapq.heappush(self._cold, entry)
+        if len(self._cold) > 2 * len(self._blocks) + 1024:
+            self._cold = [entry for entry in set(self._cold) if self._is_cold(entry)]
+            heapq.heapify(self._cold)
+
+    def _start_leaving(self, block_hash: BlockHash) -> None:
+        """Take a block without references and children out; its bytes stay counted until its objects are gone."""
+        block = self._blocks.pop(block_hash)
+        layout = block.layout
+        if block.is_sealed:
+            self._num_sealed -= 1
+            self._idle_bytes -= layout.block_bytes
+        digest = layout.digest()
+        keys = tuple(block_key(digest, group_idx, block_hash) for group_idx in range(layout.num_groups))
+        self._leaving[block_hash] = _Leaving(
+            keys, layout.block_bytes, released_s=block.released_s, due_s=self._clock.now()
+        )
+        self._leaving_bytes += layout.block_bytes
+        if block.parent in self._blocks:
+            self._blocks[block.parent].children.discard(block_hash)
+            self._note_if_cold(block.parent)
+
+    def _stop_leaving(self, owner: BlockHash | RequestKey) -> None:
+        """Its objects, as far as they are still there, belong to the new reservation."""
+        leaving = self._leaving.pop(owner, None)
+        if leaving is not None:
+            self._used_bytes -= leaving.nbytes
+            self._leaving_bytes -= leaving.nbytes
+
+
+def _check_same_chain(held: ReserveRequest, asked: ReserveRequest) -> None:
+    if (held.root, held.hashes, held.has_partial) != (asked.root, asked.hashes, asked.has_partial):
+        raise BadRequest(
+            f"request {asked.owner.request_id} epoch {asked.owner.epoch} holds a reservation for another chain; "
+            "release it or use a new epoch"
+        )

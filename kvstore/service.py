@@ -1,0 +1,252 @@
+"""The per-host store process: data client, store node, gRPC service, registry record, health.
+
+    DataClient (child, owns the segment) <-- MooncakeTransfer -- LocalStoreNode -- KvStoreService (gRPC)
+                                                                    |-- KvEventWriter -> Valkey
+Nothing computes here: one event loop, and worker threads for the blocking calls into the transfer.
+"""
+
+import asyncio
+import dataclasses
+import os
+import socket
+import uuid
+from contextlib import AsyncExitStack
+from typing import Any, TypeAlias
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from kvstore.block import BLOCK_HASH_BYTES, BlockHash
+from kvstore.config import KvStoreConfig
+from kvstore.data_client import DataClient
+from kvstore.index import KvEventWriter, split_hashes
+from kvstore.layout import KVLayout
+from kvstore.node import LocalStoreNode
+from kvstore.pool import PoolState
+from kvstore.transfer.base import PutItem, PutStatus, StoreUnavailable, Transfer
+from kvstore.transfer.mooncake import MooncakeTransfer
+from moontide.clock import MonotonicClock
+from moontide.errors import BadRequest, NodeLost
+from moontide.log import get_logger
+from moontide.metrics import HealthServer
+from moontide.registry import Announcer, NodeRecord
+from moontide.rpc import Server, grpc_errors
+from moontide_proto.v1 import kvstore_pb2 as pb
+from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
+
+_SNAPSHOT_RUN_BLOCKS = 1024
+_WATCH_PERIOD_S = 0.5
+_MARKER_BYTES = 64
+
+log = get_logger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvStoreService(pb_grpc.KvStoreServicer):
+    """Messages in and out of a LocalStoreNode."""
+
+    def __init__(self, node: LocalStoreNode, *, node_id: str, boot_id: str) -> None:
+        self._node = node
+        self._node_id = node_id
+        self._boot_id = boot_id
+
+    async def RegisterLayout(self, request: pb.RegisterLayoutRequest, context: Context) -> pb.RegisterLayoutReply:
+        async with grpc_errors(context):
+            try:
+                layout = KVLayout.from_json(request.layout_json)
+            except (ValueError, TypeError) as error:
+                raise BadRequest(f"layout_json is no KVLayout: {error}", param="layout_json") from error
+            await self._node.register_layout(layout)
+        return pb.RegisterLayoutReply(node_id=self._node_id, boot_id=self._boot_id)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveReply:
+        async with grpc_errors(context, request.request_id):
+            try:
+                hashes = split_hashes(request.block_hashes)
+            except ValueError as error:
+                raise BadRequest(f"block_hashes: {error}", param="block_hashes") from error
+            if len(request.parent_hash) != BLOCK_HASH_BYTES:
+                raise BadRequest(
+                    f"parent_hash has {len(request.parent_hash)} bytes, a root hash has {BLOCK_HASH_BYTES}",
+                    param="parent_hash",
+                )
+            reply = await self._node.reserve(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                layout_digest=request.layout_digest,
+                parent_hash=BlockHash(request.parent_hash),
+                block_hashes=hashes,
+                has_partial=request.has_partial,
+                lease_s=request.lease_s,
+            )
+        return pb.ReserveReply(
+            result=pb.ReserveReply.Result.Value(reply.result.name),
+            hit_blocks=reply.hit_blocks,
+            needed_bytes=reply.needed_bytes,
+            capacity_bytes=reply.capacity_bytes,
+        )
+
+    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
+        async with grpc_errors(context, request.request_id):
+            await self._node.seal(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                first_block=request.first_block,
+                num_blocks=request.num_blocks,
+            )
+        return pb.SealReply()
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
+        async with grpc_errors(context):
+            unknown = await self._node.renew(request.request_ids, lease_s=request.lease_s)
+        return pb.RenewReply(unknown_request_ids=unknown)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        async with grpc_errors(context, request.request_id):
+            await self._node.release(request_id=request.request_id, epoch=request.epoch)
+        return pb.ReleaseReply()
+
+    async def GetStats(self, request: pb.KvStoreStatsRequest, context: Context) -> pb.KvStoreStats:
+        stats = await self._node.stats()
+        return pb.KvStoreStats(
+            node_id=self._node_id,
+            boot_id=self._boot_id,
+            capacity_bytes=stats.capacity_bytes,
+            used_bytes=stats.used_bytes,
+            sealed_blocks=stats.sealed_blocks,
+            reservations=stats.reservations,
+            pinned_blocks=stats.pinned_blocks,
+            objects_to_remove=stats.objects_to_remove,
+        )
+
+
+class PoolWatch:
+    """Tells whether the segment still is what it was when this boot began.
+
+    A marker object is put at start. Gone while the master answers means that the master lost its metadata or dropped our
+    segment: every block is lost, and only a new boot starts clean.
+    """
+
+    def __init__(self, data_client: DataClient, transfer: Transfer, *, boot_id: str) -> None:
+        self._data_client = data_client
+        self._transfer = transfer
+        self._marker_key = f"boot/{boot_id}"
+        self.problem: str | None = "the segment was not checked yet"
+        """Why blocks cannot be stored or read right now; None: they can."""
+
+    async def begin(self) -> None:
+        """Raises: StoreUnavailable if the marker cannot be stored."""
+        marker = self._transfer.allocate(_MARKER_BYTES)
+        (status,) = await asyncio.to_thread(
+            self._transfer.put, [PutItem(self._marker_key, marker.address, _MARKER_BYTES)]
+        )
+        if status is not PutStatus.STORED_OR_OPEN:
+            raise StoreUnavailable(f"the new segment takes no object: {status.name}")
+        await self.check()
+
+    async def check(self) -> None:
+        """Look once. Raises: NodeLost when this boot is over."""
+        code = self._data_client.exit_code()
+        if code is not None:
+            self.problem = f"the data client ended with code {code}"
+            raise NodeLost(self.problem)
+        try:
+            (is_there,) = await asyncio.to_thread(self._transfer.exists, [self._marker_key])
+        except StoreUnavailable as error:
+            self._note(str(error))
+            return
+        if not is_there:
+            self.problem = "the store's master forgot this segment"
+            raise NodeLost(self.problem)
+        self._note(None)
+
+    def _note(self, problem: str | None) -> None:
+        if (problem is None) != (self.problem is None):
+            (log.info if problem is None else log.warning)("pool", problem=problem or "none")
+        self.problem = problem
+
+
+async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
+    """Run until `stop` is set. Raises: NodeLost when the segment is lost; ConfigError, StoreUnavailable at start."""
+    boot_id = uuid.uuid4().hex
+    node_id, host = config.node.node_id, config.node.host
+    async with AsyncExitStack() as stack:
+        data_client = await DataClient.start(config)
+        stack.callback(data_client.close)
+        transfer = await asyncio.to_thread(_attach, data_client.address, config.kvstore.master_http)
+        stack.callback(transfer.close)
+        watch = PoolWatch(data_client, transfer, boot_id=boot_id)
+        await watch.begin()
+
+        metrics = CollectorRegistry()
+        pool = PoolState(capacity_bytes=config.kvstore.capacity_bytes, clock=MonotonicClock())
+        events = KvEventWriter(
+            config.registry,
+            node_id=node_id,
+            boot_id=boot_id,
+            snapshot=lambda: pool.sealed_runs(max_blocks=_SNAPSHOT_RUN_BLOCKS),
+        )
+        stack.push_async_callback(events.close)
+        await events.heal()
+        node = LocalStoreNode(pool, transfer, node_id=node_id, boot_id=boot_id, events=events, registry=metrics)
+        stack.push_async_callback(node.close)
+
+        health = HealthServer(metrics, lambda: watch.problem)
+        stack.push_async_callback(health.close)
+        http_port = await health.start(host, config.node.http_port)
+        server = Server()
+        stack.push_async_callback(server.close)
+        service = KvStoreService(node, node_id=node_id, boot_id=boot_id)
+        server.add(pb_grpc.add_KvStoreServicer_to_server, service, "moontide.v1.KvStore")
+        grpc_port = await server.start(host, config.node.grpc_port)
+
+        record = NodeRecord(
+            node_id=node_id,
+            role="kvstore",
+            address=f"{host}:{grpc_port}",
+            http_address=f"{host}:{http_port}",
+            boot_id=boot_id,
+            host_id=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+        def announce() -> NodeRecord | None:
+            return None if watch.problem else dataclasses.replace(record, load=_load(pool))
+
+        announcer = Announcer(config.registry, announce)
+        stack.push_async_callback(announcer.close)
+        await announcer.start()
+        await server.set_serving(True)
+        log.info(
+            "store ready",
+            address=record.address,
+            http=record.http_address,
+            data_client=data_client.address,
+            capacity_bytes=pool.capacity_bytes,
+            boot_id=boot_id,
+        )
+        await _run_until(stop, node, watch)
+
+
+async def _run_until(stop: asyncio.Event, node: LocalStoreNode, watch: PoolWatch) -> None:
+    janitor = asyncio.create_task(node.run(), name="kvstore node")
+    try:
+        while not stop.is_set():
+            await watch.check()
+            try:
+                await asyncio.wait_for(stop.wait(), _WATCH_PERIOD_S)
+            except TimeoutError:
+                continue
+    finally:
+        janitor.cancel()
+        await asyncio.gather(janitor, return_exceptions=True)
+
+
+def _attach(client_address: str, master_http: str) -> MooncakeTransfer:
+    return MooncakeTransfer(client_address=client_address, master_http=master_http, arena_bytes=_MARKER_BYTES)
+
+
+def _load(pool: PoolState) -> dict[str, float]:
+    stats = pool.stats()
+    return {"capacity_bytes": stats.capacity_bytes, "used_bytes": stats.used_bytes, "reservations": stats.reservations}

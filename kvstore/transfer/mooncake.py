@@ -1,0 +1,240 @@
+"""Transfer over Mooncake Store: this process is a light client of its host's store process and shares memory with it.
+
+Bytes go by memcpy between an arena here and the store process, and from there to other hosts through the transfer engine.
+The store process owns all objects, so killing this process loses none. When the store process dies every call fails at
+once; the library attaches again by itself, arenas included, within about three seconds of its restart on the same port.
+It can do so for one MooncakeTransfer per process only, because it mixes up the memory of several.
+"""
+
+import ctypes
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from kvstore.transfer.base import (
+    Arena,
+    GetItem,
+    GetStatus,
+    PutItem,
+    PutStatus,
+    RemoveStatus,
+    StoreUnavailable,
+    check_arena_room,
+)
+
+_Item = TypeVar("_Item")
+
+_MAX_BATCH = 256
+"""Entries per call: far below the 1,024 that the engine queues per peer, and an URL of 256 keys is 25 KiB."""
+_INTERNAL_BYTES = 1 << 20
+"""The library's own pool and buffer; arenas are allocated beside them."""
+_HTTP_TIMEOUT_S = 1.0
+_QUERY_TIMEOUT_S = 5.0
+
+# Codes of the library, from its troubleshooting page.
+_NO_SPACE = -200
+_NOT_COMPLETE = -703
+_NOT_FOUND = -704
+_EXISTS = -705
+_LEASED = -706
+_RPC_FAILED = -900
+
+
+class MooncakeTransfer:
+    """See Transfer. Thread safe."""
+
+    def __init__(self, *, client_address: str, master_http: str, arena_bytes: int) -> None:
+        """Attach to the store process at `client_address`.
+
+        Args:
+            client_address: host:port of this host's `mooncake_client`.
+            master_http: host:port of the master's HTTP server.
+            arena_bytes: most bytes that `allocate` hands out in all.
+        Raises: StoreUnavailable if nothing answers there.
+        """
+        self._client_address = client_address
+        self._master_http = master_http
+        self._arena_bytes = arena_bytes
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._peer = _PeerWatch(client_address)
+        if not self._peer.alive():
+            raise StoreUnavailable(
+                f"no store process answers at {client_address}; start `python -m kvstore` on this host"
+            )
+        self._store = _load_library().MooncakeDistributedStore()
+        code = self._store.setup_dummy(_INTERNAL_BYTES, _INTERNAL_BYTES, client_address)
+        if code != 0:
+            self._peer.close()
+            raise StoreUnavailable(f"cannot attach to the store process at {client_address}: code {code}")
+
+    def allocate(self, nbytes: int) -> Arena:
+        with self._lock:
+            check_arena_room(nbytes, used_bytes=self._used_bytes, arena_bytes=self._arena_bytes)
+            address = self._store.alloc_from_mem_pool(nbytes)
+            if not address:
+                raise StoreUnavailable(f"the store process at {self._client_address} gave no memory for {nbytes} bytes")
+            code = self._store.register_buffer(address, nbytes)
+            if code != 0:
+                raise StoreUnavailable(
+                    f"the store process at {self._client_address} refused {nbytes} bytes: code {code}"
+                )
+            self._used_bytes += nbytes
+        return Arena(address, nbytes, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
+
+    def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
+        def call(batch: Sequence[PutItem]) -> list[int]:
+            keys, addresses, sizes = zip(*((i.key, i.address, i.nbytes) for i in batch), strict=True)
+            codes: list[int] = self._store.batch_put_from(list(keys), list(addresses), list(sizes))
+            return codes
+
+        return [_put_status(code) for code in self._in_batches(items, call)]
+
+    def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
+        def call(batch: Sequence[GetItem]) -> list[int]:
+            keys, addresses, sizes = zip(*((i.key, i.address, i.nbytes) for i in batch), strict=True)
+            codes: list[int] = self._store.batch_get_into(list(keys), list(addresses), list(sizes))
+            return codes
+
+        codes = self._in_batches(items, call)
+        return [_get_status(code, item.nbytes) for code, item in zip(codes, items, strict=True)]
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        # The master's HTTP query is the only look-up that grants no lease; a lease would block the object's removal.
+        return list(chain.from_iterable(self._query(batch) for batch in _batches(keys)))
+
+    def remove(self, keys: Sequence[str]) -> list[RemoveStatus]:
+        def call(batch: Sequence[str]) -> list[int]:
+            codes: list[int] = self._store.batch_remove(list(batch))
+            return codes
+
+        return [_remove_status(code) for code in self._in_batches(keys, call)]
+
+    def healthy(self) -> bool:
+        try:
+            status, _ = self._http_get("/health", _HTTP_TIMEOUT_S)
+        except StoreUnavailable:
+            return False
+        return status == 200
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._store.close()
+        self._peer.close()
+
+    def _in_batches(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], list[int]]) -> list[int]:
+        """Codes of all items; when the store process is dead the rest fails without being tried."""
+        codes: list[int] = []
+        for batch in _batches(items):
+            if self._closed or not self._peer.alive():
+                break
+            codes += call(batch)
+            if all(code == _RPC_FAILED for code in codes[-len(batch) :]):
+                break
+        return codes + [_RPC_FAILED] * (len(items) - len(codes))
+
+    def _query(self, keys: Sequence[str]) -> list[bool]:
+        status, body = self._http_get("/batch_query_keys?keys=" + ",".join(keys), _QUERY_TIMEOUT_S)
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            found = json.loads(body)["data"]
+            return [bool(found[key]["ok"]) for key in keys]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreUnavailable(f"the store master at {self._master_http} gave no usable answer: {error}") from error
+
+    def _http_get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._master_http, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreUnavailable(f"the store master at {self._master_http} does not answer: {error}") from error
+        finally:
+            connection.close()
+
+
+class _PeerWatch:
+    """Tells within microseconds whether the store process lives: an idle connection to it breaks when it dies.
+
+    The library itself notices only after four seconds of retries per calling thread. This can go when its calls take a
+    deadline.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._endpoint = (host, int(port))
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def alive(self) -> bool:
+        with self._lock:
+            if self._socket is not None and not _is_broken(self._socket):
+                return True
+            self._drop()
+            try:
+                self._socket = socket.create_connection(self._endpoint, timeout=1.0)
+            except OSError:
+                return False
+            self._socket.setblocking(False)
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _is_broken(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _load_library() -> Any:
+    # The library reads its log level once, while it is loaded; its INFO lines are one per reconnect and per buffer.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    import mooncake.store
+
+    return mooncake.store
+
+
+def _batches(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    return (items[start : start + _MAX_BATCH] for start in range(0, len(items), _MAX_BATCH))
+
+
+def _put_status(code: int) -> PutStatus:
+    if code in (0, _EXISTS):
+        return PutStatus.STORED_OR_OPEN
+    return PutStatus.NO_SPACE if code == _NO_SPACE else PutStatus.FAILED
+
+
+def _get_status(code: int, nbytes: int) -> GetStatus:
+    if code == nbytes:
+        return GetStatus.HIT
+    return GetStatus.MISS if code in (_NOT_COMPLETE, _NOT_FOUND) else GetStatus.FAILED
+
+
+def _remove_status(code: int) -> RemoveStatus:
+    if code == 0:
+        return RemoveStatus.REMOVED
+    if code == _NOT_FOUND:
+        return RemoveStatus.MISSING
+    return RemoveStatus.LEASED if code in (_NOT_COMPLETE, _LEASED) else RemoveStatus.FAILED

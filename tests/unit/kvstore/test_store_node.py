@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvstore.block import BlockHash, root_hash
+from kvstore.client import BlockRef, StoreClient
+from kvstore.keys import parse_key
+from kvstore.layout import KVLayout
+from kvstore.node import LocalStoreNode
+from kvstore.pool import PoolState, ReserveReply, ReserveResult, StoredRun
+from kvstore.transfer.base import RemoveStatus
+from kvstore.transfer.memory import MemoryStore, MemoryTransfer
+from moontide.errors import BadRequest, ConfigError
+from tests.fakes.clock import FakeClock
+
+LAYOUT = KVLayout(
+    model_fingerprint="f",
+    num_layers=2,
+    num_planes=2,
+    num_kv_heads=1,
+    head_dim=4,
+    dtype="float32",
+    block_tokens=4,
+    layer_group=1,
+)
+ROOT = root_hash(LAYOUT.digest(), "")
+READ_LEASE_S = 5.0
+
+
+class RecordingEvents:
+    """Notes what was published, and how many objects were left at each `removed`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.stored_hashes: list[BlockHash] = []
+        self.removed_hashes: list[BlockHash] = []
+        self.objects_at_removed: list[int] = []
+        self._store = store
+
+    async def stored(self, runs: Sequence[StoredRun]) -> None:
+        self.stored_hashes += [hash_ for run in runs for hash_ in run.hashes]
+
+    async def removed(self, hashes: Sequence[BlockHash]) -> None:
+        await asyncio.sleep(0)
+        self.removed_hashes += hashes
+        self.objects_at_removed.append(len(self._store.objects))
+
+    async def heal(self) -> None:
+        return None
+
+
+class World:
+    def __init__(self, num_blocks: int = 4) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(1 << 20, lease_s=READ_LEASE_S, clock=self.clock)
+        self.transfer = MemoryTransfer(self.store)
+        self.client = StoreClient(self.transfer, LAYOUT)
+        self.arena = self.transfer.allocate(LAYOUT.object_bytes(0))
+        self.events = RecordingEvents(self.store)
+        self.pool = PoolState(capacity_bytes=num_blocks * LAYOUT.block_bytes, clock=self.clock)
+        self.node = LocalStoreNode(self.pool, self.transfer, events=self.events)
+
+    async def reserve(self, request_id: str, *names: str, partial: bool = False, lease_s: float = 10.0) -> ReserveReply:
+        return await self.node.reserve(
+            request_id=request_id,
+            epoch=1,
+            layout_digest=LAYOUT.digest(),
+            parent_hash=ROOT,
+            block_hashes=[block(name) for name in names],
+            has_partial=partial,
+            lease_s=lease_s,
+        )
+
+    def put(self, request_id: str, *names: str | None) -> None:
+        for name in names:
+            ref = BlockRef(block(name) if name else None, request_id, 1)
+            for group_idx in range(LAYOUT.num_groups):
+                self.client.put_group(group_idx, [(ref, self.arena.address)])
+
+    async def cache(self, request_id: str, *names: str) -> None:
+        assert (await self.reserve(request_id, *names)).result is ReserveResult.RESERVED
+        self.put(request_id, *names)
+        await self.node.seal(request_id=request_id, epoch=1, first_block=0, num_blocks=len(names))
+        await self.node.release(request_id=request_id, epoch=1)
+
+
+def block(name: str) -> BlockHash:
+    return BlockHash(name.encode().ljust(32, b"."))
+
+
+@pytest.fixture
+async def world() -> World:
+    made = World()
+    await made.node.register_layout(LAYOUT)
+    return made
+
+
+async def test_another_geometry_of_the_same_model_is_refused_with_both_layouts(world: World) -> None:
+    other = replace(LAYOUT, block_tokens=8)
+    with pytest.raises(ConfigError) as caught:
+        await world.node.register_layout(other)
+    assert LAYOUT.to_json() in str(caught.value)
+    assert other.to_json() in str(caught.value)
+    await world.node.register_layout(LAYOUT)
+    await world.node.register_layout(replace(other, model_fingerprint="another model"))
+
+
+async def test_an_unregistered_layout_is_refused(world: World) -> None:
+    with pytest.raises(BadRequest, match="RegisterLayout"):
+        await world.node.reserve(
+            request_id="a",
+            epoch=1,
+            layout_digest=b"x" * 32,
+            parent_hash=ROOT,
+            block_hashes=[],
+            has_partial=True,
+            lease_s=1,
+        )
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 1e9, float("nan")])
+async def test_a_lease_out_of_bounds_is_refused(world: World, lease_s: float) -> None:
+    with pytest.raises(BadRequest, match="lease_s="):
+        await world.reserve("a", "1", lease_s=lease_s)
+
+
+async def test_sealed_blocks_stay_after_release_and_are_hit(world: World) -> None:
+    await world.cache("a", "1", "2")
+    await world.node.tidy()
+    reply = await world.reserve("b", "1", "2", "3")
+    assert reply.hit_blocks == 2
+    assert world.client.missing([BlockRef(block("1"), "b", 1), BlockRef(block("2"), "b", 1)]) == set()
+    assert world.events.stored_hashes == [block("1"), block("2")]
+
+
+async def test_eviction_publishes_before_bytes_go_and_makes_room_in_one_call(world: World) -> None:
+    await world.cache("a", "1", "2", "3", "4")
+    reply = await world.reserve("b", "x", "y")
+    assert reply.result is ReserveResult.RESERVED
+    assert world.events.removed_hashes == [block("4"), block("3")]
+    assert world.events.objects_at_removed == [4 * LAYOUT.num_groups], "all objects were there when it was published"
+    assert len(world.store.objects) == 2 * LAYOUT.num_groups
+    assert (await world.reserve("c", "1", "2")).hit_blocks == 2
+
+
+async def test_a_block_that_is_read_makes_the_request_wait_until_it_is_gone(world: World) -> None:
+    await world.cache("a", "1", "2", "3", "4")
+    assert world.client.get_group(0, [(BlockRef(block("4"), "r", 1), world.arena.address)]) == [True]
+    assert (await world.reserve("b", "x")).result is ReserveResult.WAIT
+    await world.node.tidy()
+    assert (await world.reserve("b", "x")).result is ReserveResult.WAIT
+    world.clock.advance(READ_LEASE_S)
+    assert (await world.reserve("b", "x")).result is ReserveResult.RESERVED
+
+
+async def test_partial_objects_are_gone_after_release_also_when_a_late_put_arrives(world: World) -> None:
+    await world.reserve("a", "1", partial=True)
+    world.put("a", None)
+    await world.node.release(request_id="a", epoch=1)
+    await world.node.tidy()
+    assert not world.store.objects
+    world.put("a", None)
+    world.clock.advance(2)
+    await world.node.tidy()
+    assert not world.store.objects
+
+
+async def test_an_expired_reservation_gives_everything_back(world: World) -> None:
+    await world.reserve("a", "1", "2", partial=True, lease_s=10)
+    world.put("a", "1", None)
+    world.clock.advance(10)
+    await world.node.tidy()
+    assert not world.store.objects
+    stats = await world.node.stats()
+    assert (stats.used_bytes, stats.reservations, stats.pinned_blocks) == (0, 0, 0)
+    world.pool.check_invariants()
+
+
+async def test_removal_is_tried_again_after_the_store_was_away(world: World) -> None:
+    await world.reserve("a", partial=True)
+    world.put("a", None)
+    await world.node.release(request_id="a", epoch=1)
+    world.store.available = False
+    await world.node.tidy()
+    assert (await world.node.stats()).objects_to_remove == LAYOUT.num_groups
+    world.store.available = True
+    world.clock.advance(1)
+    await world.node.tidy()
+    assert not world.store.objects
+    assert (await world.node.stats()).objects_to_remove == 0
+
+
+async def test_a_cancelled_reserve_does_not_block_removals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.cache("a", "1", "2", "3", "4")
+    gate, entered = threading.Event(), threading.Event()
+    real_remove = world.transfer.remove
+
+    def slow_remove(keys: Sequence[str]) -> list[RemoveStatus]:
+        entered.set()
+        assert gate.wait(10)
+        return real_remove(keys)
+
+    monkeypatch.setattr(world.transfer, "remove", slow_remove)
+    call = asyncio.create_task(world.reserve("b", "x"))
+    await asyncio.to_thread(entered.wait, 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    gate.set()
+    await world.node.close()
+    assert (await world.reserve("c", "x")).result is ReserveResult.RESERVED
+    world.pool.check_invariants()
+
+
+async def test_the_janitor_runs_until_cancelled(world: World) -> None:
+    await world.reserve("a", partial=True)
+    world.put("a", None)
+    await world.node.release(request_id="a", epoch=1)
+    janitor = asyncio.create_task(world.node.run())
+    async with asyncio.timeout(10):
+        while world.store.objects:
+            await asyncio.sleep(0.01)
+    janitor.cancel()
+    await asyncio.gather(janitor, return_exceptions=True)
+
+
+async def test_too_large_names_the_pool(world: World) -> None:
+    reply = await world.reserve("a", *"12345")
+    assert reply.result is ReserveResult.TOO_LARGE
+    assert reply.capacity_bytes == 4 * LAYOUT.block_bytes
+    assert reply.needed_bytes == 5 * LAYOUT.block_bytes
+
+
+async def test_object_keys_parse(world: World) -> None:
+    await world.reserve("a", "1", partial=True)
+    world.put("a", "1", None)
+    assert all(parse_key(key) is not None for key in world.store.objects)
