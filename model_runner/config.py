@@ -1,0 +1,34 @@
+"""Section `model`: what is served and how it is computed. Shared by prefill and decode nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moontide.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("safetensors", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str = "smollm2"
+    """The built-in model, or a local Hugging Face directory."""
+    dtype: str = "auto"
+    """float32 | bfloat16 | auto: bfloat16 where the CPU or GPU computes it natively, else float32."""
+    load_format: str = "safetensors"
+    """safetensors | dummy: seeded random weights for the directory's config.json."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    threads: int = 1
+    """Compute threads of one stage or decode process. More than the free cores is far slower than one."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"model.dtype={self.dtype!r} is not served; choose one of {', '.join(DTYPES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(
+                f"model.load_format={self.load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}"
+            )
+        if self.threads < 1:
+            raise ConfigError(f"model.threads={self.threads} must be at least 1")

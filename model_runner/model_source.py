@@ -1,0 +1,227 @@
+"""Where a model comes from (a Hugging Face directory, the built-in model, seeded random weights) and what it is.
+
+Reads config files and samples of the weights, never a whole tensor; builds no module.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from model_runner import builtin_model
+from model_runner.config import LOAD_FORMATS
+from model_runner.kv_cache import TORCH_DTYPES
+from moontide.errors import ModelError
+
+SUPPORTED_MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+_LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Position encodings whose angles depend on nothing but the position, so that any chunking gives the same K."""
+_KNOWN_UNFIT = {
+    "gemma3": "it is multimodal; serve a text-only checkpoint (model_type gemma3_text)",
+    "qwen3_next": "its linear-attention layers keep a state that paged K/V does not hold",
+    "lfm2": "its convolution layers keep a state that paged K/V does not hold",
+    "mamba": "it has no attention, and its state does not fit paged K/V",
+    "mamba2": "it has no attention, and its state does not fit paged K/V",
+}
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory and how its weights are made."""
+
+    path: Path
+    model_id: str
+    """The name it was asked for by; what clients call it."""
+    load_format: str = "safetensors"
+    """"safetensors": the directory's weights; "dummy": seeded random weights, of which only config.json is needed."""
+    seed: int = 0
+    """Seed of dummy weights; without meaning for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the rest of the system needs to know about a model."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    num_planes: int
+    """2: K and V; 1: the latent of multi-head latent attention, which then counts as one KV head."""
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    """Hex digest of config and weights; equal on every host that has the same files."""
+    dtype: str
+    """"float32" or "bfloat16"."""
+
+
+def resolve_model(name: str, *, load_format: str = "safetensors") -> ModelSource:
+    """Find the model `name`: a directory, or the built-in model, which is prepared on first use.
+
+    Raises: ModelError if there is no such model, or its directory lacks a file.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format={load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}")
+    path = builtin_model.prepare() if name in builtin_model.NAMES else Path(name).expanduser()
+    if not path.is_dir():
+        raise ModelError(
+            f"model {name!r} is neither an existing directory nor a built-in model; give the path of a Hugging Face "
+            f"directory or one of {', '.join(builtin_model.NAMES)}"
+        )
+    _require(path / "config.json", "it describes the architecture; copy the complete Hugging Face directory")
+    if load_format == "safetensors":
+        if not list(path.glob("*.safetensors")):
+            raise ModelError(
+                f"model directory {path} has no *.safetensors file; download the weights in that format, or start with "
+                "load_format=dummy for random ones"
+            )
+        _require(path / "tokenizer.json", "it turns text into token ids; copy it from the model's repository")
+    return ModelSource(path=path, model_id=name, load_format=load_format)
+
+
+def load_model_info(source: ModelSource, *, dtype: str) -> ModelInfo:
+    """Read what a model is. Raises: ModelError, with the reason, if this runner cannot compute it exactly."""
+    if dtype not in TORCH_DTYPES:
+        raise ModelError(f"dtype={dtype!r} is not supported; use one of {', '.join(TORCH_DTYPES)}")
+    config = load_config(source)
+    is_latent = config.model_type in _LATENT_MODEL_TYPES
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelInfo(
+        model_type=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_context=config.max_position_embeddings,
+        num_planes=1 if is_latent else 2,
+        num_kv_heads=1 if is_latent else config.num_key_value_heads,
+        head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_latent else head_dim,
+        eos_token_ids=_eos_token_ids(source.path, config),
+        fingerprint=_fingerprint(source),
+        dtype=dtype,
+    )
+
+
+def load_config(source: ModelSource) -> Any:
+    """The transformers config of a supported model. Raises: ModelError otherwise."""
+    declared = _read_json(source.path / "config.json")
+    model_type = declared.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        reason = _KNOWN_UNFIT.get(str(model_type), "nobody has proven that its stages compute the same tokens")
+        raise ModelError(
+            f"model {source.model_id!r} has model_type={model_type!r}, which is not supported: {reason}; "
+            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if declared.get("quantization_config"):
+        raise ModelError(
+            f"model {source.model_id!r} has quantised weights (quantization_config in config.json), which are not "
+            "supported; use a bfloat16 or float32 checkpoint"
+        )
+    config = AutoConfig.from_pretrained(source.path, local_files_only=True)
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError(
+            f"model {source.model_id!r} attends in both directions (use_bidirectional_attention), so a prompt cannot be "
+            "computed chunk by chunk; use a causal checkpoint"
+        )
+    for parameters in _rope_parameters(config):
+        _check_rope(source, parameters, config.max_position_embeddings)
+    return config
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The position encodings of a model: one, or one per layer type."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [given] if "rope_type" in given else [each for each in given.values() if isinstance(each, dict)]
+
+
+def _check_rope(source: ModelSource, parameters: dict[str, Any], max_context: int) -> None:
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type in _ROPE_TYPES:
+        return
+    if rope_type == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        if max_context <= original:
+            return
+        raise ModelError(
+            f"model {source.model_id!r} has rope_type='longrope' with a context of {max_context} beyond its original "
+            f"{original}: its angles change with the length of the prompt, so K of an earlier chunk would be wrong; set "
+            f"max_position_embeddings to {original} in config.json to serve it with the short factors"
+        )
+    raise ModelError(
+        f"model {source.model_id!r} has rope_type={rope_type!r}, whose angles change with the length of the prompt, so K "
+        f"of an earlier chunk would be wrong; use one of {', '.join(_ROPE_TYPES)} in config.json"
+    )
+
+
+def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    given = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if given is None:
+        given = config.eos_token_id
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _fingerprint(source: ModelSource) -> str:
+    config = _read_json(source.path / "config.json")
+    config.pop("transformers_version", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    digest.update(f"{source.load_format} {source.seed if source.load_format == 'dummy' else ''}".encode())
+    if source.load_format == "safetensors":
+        for file in sorted(source.path.glob("*.safetensors")):
+            digest.update(_sample_file(file))
+    return digest.hexdigest()
+
+
+def _sample_file(file: Path) -> bytes:
+    """Digest of a safetensors file's header, size and evenly spread samples: a fine-tune of the same shape differs."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{file.name} {size}".encode())
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        digest.update(stream.read(header_bytes))
+        start = 8 + header_bytes
+        step = max(_SAMPLE_BYTES, (size - start) // _SAMPLES_PER_FILE)
+        for offset in [*range(start, size, step), max(start, size - _SAMPLE_BYTES)]:
+            stream.seek(offset)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _require(file: Path, why: str) -> None:
+    if not file.is_file():
+        raise ModelError(f"model directory {file.parent} has no {file.name}: {why}")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is not readable JSON ({error}); copy it again from the model's repository") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds no JSON object; copy it again from the model's repository")
+    return content

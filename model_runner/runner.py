@@ -1,0 +1,182 @@
+"""StageRunner: one stage of one model with its K/V pages; runs one step of packed segments at a time.
+
+Knows nothing of requests, schedules or the network; one thread uses it at a time.
+
+Tensor shapes: T rows (all segments packed), D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.layout import KVLayout
+from model_runner.attention import StepContext, StepSegment
+from model_runner.kv_cache import PagedKVCache
+from model_runner.model_source import ModelInfo, ModelSource, load_model_info
+from model_runner.pages import OutOfPages
+from model_runner.stage import StageSpec
+from model_runner.stage_model import StageModel
+from moontide.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive positions of one request that are computed in a step."""
+
+    start: int
+    """Position of the first token; everything before it is in the pages already."""
+    num_tokens: int
+    pages: Sequence[int]
+    """Block table: entry i holds positions [i * S, (i + 1) * S); covers [0, start + num_tokens)."""
+    wants_logits: bool
+    """Whether the last stage computes logits of the segment's last token."""
+
+
+class StageRunner:
+    """Owner of a stage's weights and pages."""
+
+    kv: PagedKVCache
+    info: ModelInfo
+    spec: StageSpec
+
+    def __init__(
+        self, model: StageModel, info: ModelInfo, spec: StageSpec, *, layout: KVLayout, kv: PagedKVCache
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._device = kv.layer(0).device
+        self.info = info
+        self.spec = spec
+        self.kv = kv
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        spec: StageSpec,
+        *,
+        dtype: str,
+        layout: KVLayout,
+        num_pages: int,
+        device: str = "cpu",
+        arena: memoryview | None = None,
+    ) -> "StageRunner":
+        """Read one stage's weights, lay out its pages (in `arena`, if given) and run two tokens once as a check.
+
+        Raises: ModelError if the model cannot be served; ConfigError if layout, stage and model do not fit.
+        """
+        info = load_model_info(source, dtype=dtype)
+        _check_layout(layout, info)
+        kv = PagedKVCache(layout, spec, num_pages=num_pages, device=device, arena=arena)
+        runner = cls(StageModel(source, spec, dtype=dtype, device=device), info, spec, layout=layout, kv=kv)
+        runner._try_out()
+        return runner
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        *,
+        token_ids_T: Tensor | None = None,
+        hidden_TD: Tensor | None = None,
+        on_layer_group: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Run this stage's layers over the packed rows of all segments and write their K/V to the pages.
+
+        Args:
+            token_ids_T: [T] int64, the segments' tokens one after the other; on the first stage.
+            hidden_TD: [T, D] from the stage before; on the others.
+            on_layer_group: called in this thread with a group's global index once all its K/V of this step are in the
+                pages; the rest of the group's last layer and later layers are still to come.
+        Returns: [T, D]; on the last stage float32 logits [segments with wants_logits, V] of their last tokens.
+        Raises: OutOfPages if a block table is too short; nothing has been written then.
+        """
+        step, positions_T = self._plan(segments, on_layer_group)
+        given = token_ids_T if self.spec.is_first_stage else hidden_TD
+        assert given is not None
+        assert given.shape[0] == positions_T.shape[0], "rows and segments differ"
+        given = given.to(self._device)
+        hidden = self._model.embed(given) if self.spec.is_first_stage else given
+        if not self.spec.is_last_stage:
+            return self._model.hidden(hidden, positions_T, step)
+        rows = self._logit_rows(segments)
+        if not len(rows):
+            self._model.hidden(hidden, positions_T, step)
+            return torch.empty(0, self._model.vocab_size, device=self._device)
+        return self._model.logits(hidden, positions_T, step, rows=rows)
+
+    def _plan(
+        self, segments: Sequence[Segment], on_layer_group: Callable[[int], None] | None
+    ) -> tuple[StepContext, Tensor]:
+        page_tokens = self.kv.page_tokens
+        placed: list[StepSegment] = []
+        row = 0
+        for segment in segments:
+            end = segment.start + segment.num_tokens
+            num_pages = -(-end // page_tokens)
+            if num_pages > len(segment.pages):
+                raise OutOfPages(
+                    f"a block table of {len(segment.pages)} pages of {page_tokens} tokens does not reach position {end - 1}; "
+                    f"allocate {num_pages} pages"
+                )
+            assert segment.num_tokens > 0
+            assert all(0 <= page < self.kv.num_pages for page in segment.pages), f"pages {segment.pages}"
+            placed.append(StepSegment(row, row + segment.num_tokens, segment.start, segment.pages[:num_pages]))
+            row += segment.num_tokens
+        positions = torch.cat([torch.arange(each.start, each.end, device=self._device) for each in placed])
+        step = StepContext(
+            placed,
+            page_tokens=page_tokens,
+            device=self._device,
+            layers=self._layer,
+            on_layer_written=self._group_notifier(on_layer_group),
+        )
+        return step, positions
+
+    def _layer(self, layer_idx: int) -> Tensor:
+        return self.kv.layer(layer_idx - self.spec.start_layer)
+
+    def _group_notifier(self, on_layer_group: Callable[[int], None] | None) -> Callable[[int], None]:
+        last_layers = {self._layout.group_layers(group_idx)[-1]: group_idx for group_idx in self.kv.groups}
+
+        def on_layer_written(layer_idx: int) -> None:
+            if on_layer_group is not None and layer_idx in last_layers:
+                on_layer_group(last_layers[layer_idx])
+
+        return on_layer_written
+
+    def _logit_rows(self, segments: Sequence[Segment]) -> Tensor:
+        rows: list[int] = []
+        end_row = 0
+        for segment in segments:
+            end_row += segment.num_tokens
+            if segment.wants_logits:
+                rows.append(end_row - 1)
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)
+
+    def _try_out(self) -> None:
+        """Run two tokens, so that a keyword or module that this runner cannot serve is refused at start."""
+        num_tokens = min(2, self.kv.page_tokens)
+        segment = Segment(start=0, num_tokens=num_tokens, pages=[0], wants_logits=True)
+        if self.spec.is_first_stage:
+            self.forward([segment], token_ids_T=torch.zeros(num_tokens, dtype=torch.int64))
+        else:
+            dtype = self.kv.layer(0).dtype
+            self.forward([segment], hidden_TD=torch.zeros(num_tokens, self.info.hidden_size, dtype=dtype))
+        self.kv.zero_tail(0, 0)
+
+
+def _check_layout(layout: KVLayout, info: ModelInfo) -> None:
+    for name in ("num_layers", "num_planes", "num_kv_heads", "head_dim", "dtype"):
+        wanted, given = getattr(info, name), getattr(layout, name)
+        if wanted != given:
+            raise ConfigError(
+                f"the KV layout has {name}={given!r} and the model {wanted!r}; make the layout from this model"
+            )
+    if layout.model_fingerprint != info.fingerprint:
+        raise ConfigError(
+            f"the KV layout is of model {layout.model_fingerprint[:12]} and these weights are {info.fingerprint[:12]}; "
+            "start all nodes from the same model directory"
+        )
