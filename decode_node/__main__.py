@@ -1,0 +1,32 @@
+"""`python -m decode_node`: one decode node. Exit code 0 after a drain, 2 for a wrong setting, 1 when the store is not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from decode_node.config import DecodeNodeConfig
+from decode_node.service import serve
+from moontide.config import load_service_config, to_tree
+from moontide.errors import MoontideError
+from moontide.log import get_logger, setup_logging
+from moontide.service import run_service
+
+log = get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = load_service_config(
+        DecodeNodeConfig, argv, "A decode node: streams tokens of prompts that others prefilled."
+    )
+    setup_logging(config.node.node_id)
+    log.info("config", **to_tree(config))
+    try:
+        return run_service(lambda stop: serve(config, stop))
+    except MoontideError as error:
+        log.error("cannot start", error=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Settings of a decode node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.access import KvConfig, StoreAccessConfig
+from model_runner.config import ModelConfig
+from moontide.config import NodeConfig, RegistryConfig
+from moontide.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Section `decode`."""
+
+    num_pages: int = 0
+    """Pages of K/V; a request holds enough for its prompt and all its output. 0: room for 4 full contexts of the model."""
+    max_batch: int = 32
+    """Most requests in one step. Larger: more tokens a second in total, longer time between two tokens of each."""
+    max_queue: int = 256
+    """Most requests that wait for pages; one more is refused."""
+    pull_retry_s: float = 2.0
+    """How long a block that should be in the store is asked for again before the request fails with BlockMissing."""
+    drain_timeout_s: float = 30.0
+    """How long requests may still run after SIGTERM before they are handed back to their conductors."""
+
+    def __post_init__(self) -> None:
+        if self.num_pages < 0:
+            raise ConfigError(f"decode.num_pages={self.num_pages} must be 0 (automatic) or a number of pages")
+        for name in ("max_batch", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"decode.{name}={getattr(self, name)} must be at least 1")
+        for name in ("pull_retry_s", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"decode.{name}={getattr(self, name)} must be 0 or more seconds")
+
+    def resolve_num_pages(self, *, max_context: int, block_tokens: int) -> int:
+        return self.num_pages or 4 * -(-max_context // block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeNodeConfig:
+    """All settings of `python -m decode_node`."""
+
+    node: NodeConfig
+    registry: RegistryConfig
+    store: StoreAccessConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)

@@ -1,0 +1,52 @@
+"""Metrics of a decode node."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from decode_node.batch import Batch, Phase
+from moontide.metrics import LATENCY_BUCKETS_S
+
+
+class DecodeMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+        self._registry = registry
+        self.ended = Counter(
+            "decode_requests",
+            "Requests that ended, by outcome: stop, length, dropped (their session ended), or the name of the error.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.tokens = Counter("decode_tokens", "Tokens drawn.", registry=registry)
+        self.pulled_bytes = Counter(
+            "decode_pulled_bytes", "KV bytes read from the store into pages.", registry=registry
+        )
+        self.missed_blocks = Counter(
+            "decode_missed_blocks",
+            "Blocks that a pull did not find, or found damaged; each is tried again.",
+            registry=registry,
+        )
+        self.step_seconds = histogram("decode_step_seconds", "One step: forward and sampling of the whole batch.")
+        self.step_requests = Histogram(
+            "decode_step_requests", "Requests in a step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=registry
+        )
+        self.wait_pages_seconds = histogram("decode_wait_pages_seconds", "Open to pages for the whole request.")
+        self.handoff_seconds = histogram(
+            "decode_handoff_seconds", "Start (prefill is over) to the last block in pages."
+        )
+        self.pull_seconds = histogram("decode_pull_seconds", "One pull: all layer groups of a few blocks.")
+
+    def watch(self, batch: Batch) -> None:
+        """Show the state of `batch` at every scrape."""
+        gauges = {
+            "decode_waiting_requests": ("Requests without pages.", lambda: batch.count(Phase.WAITING_PAGES)),
+            "decode_pulling_requests": ("Requests whose KV arrives.", lambda: batch.count(Phase.PULLING, Phase.READY)),
+            "decode_running_requests": ("Requests in the batch.", lambda: batch.count(Phase.RUNNING)),
+            "decode_pages": ("Pages of this node.", lambda: batch.num_pages),
+            "decode_free_pages": ("Pages that no request holds.", lambda: batch.num_free_pages),
+        }
+        for name, (text, value) in gauges.items():
+            Gauge(name, text, registry=self._registry).set_function(value)

@@ -1,0 +1,423 @@
+"""A decode node as a process: model, store access and threads put together, behind the gRPC service moontide.v1.Decode.
+
+Messages become dataclasses here and nowhere else. Any number of conductors hold a Session each; one that ends takes its
+requests with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeAlias
+
+import grpc.aio
+import torch
+from prometheus_client import CollectorRegistry
+
+from decode_node.batch import Phase, RequestKey
+from decode_node.config import DecodeNodeConfig
+from decode_node.metrics import DecodeMetrics
+from decode_node.requests import (
+    ConductorSession,
+    DecodeEvent,
+    DecodeRequests,
+    Failed,
+    Finished,
+    OpenRequest,
+    Pulled,
+    Tokens,
+    WorkSpan,
+)
+from kvstore.client import StoreClient, StoreNodeClient
+from kvstore.layout import KVLayout, choose_layer_group
+from kvstore.node import StoreNode
+from kvstore.transfer.base import Transfer
+from kvstore.transfer.mooncake import MooncakeTransfer
+from model_runner.kv_cache import PagedKVCache
+from model_runner.model_source import ModelInfo, ModelSource, load_model_info, resolve_model
+from model_runner.runner import StageRunner
+from model_runner.stage import StageSpec, default_dtype
+from moontide.clock import MonotonicClock
+from moontide.errors import BadRequest, MoontideError, Rejected
+from moontide.log import get_logger
+from moontide.metrics import HealthServer
+from moontide.registry import Announcer, NodeRecord
+from moontide.rpc import Server, grpc_errors
+from moontide.sampling_params import SampledToken, SamplingParams
+from moontide.token_ids import unpack_token_ids
+from moontide_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+_PROBE_PERIOD_S = 1.0
+_PROBES_TO_RED = 2
+"""One slow answer on a busy host says nothing about the store."""
+_TIMELINE_TRACK = "decode"
+
+log = get_logger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+async def serve(config: DecodeNodeConfig, stop: asyncio.Event) -> None:
+    """Run until `stop` is set, then drain and close. Raises: ConfigError, StoreUnavailable at start."""
+    node = await start_decode(config)
+    try:
+        await stop.wait()
+        await node.drain()
+    finally:
+        await node.close()
+
+
+async def start_decode(
+    config: DecodeNodeConfig, *, transfer: Transfer | None = None, store_node: StoreNode | None = None
+) -> DecodeNode:
+    """Start a decode node and return it once it is announced; the caller closes it.
+
+    Args:
+        transfer: how K/V comes in; None attaches to this host's store process.
+        store_node: where the layout is registered; None calls this host's store service. The caller closes both if given.
+    Raises: ConfigError (a setting, a taken port, another layout in the store), StoreUnavailable, NodeLost.
+    """
+    node = DecodeNode(config)
+    try:
+        await node.start(transfer, store_node)
+    except BaseException:
+        await node.close()
+        raise
+    return node
+
+
+class DecodeNode:
+    """One running decode node. Made by `start_decode`."""
+
+    requests: DecodeRequests
+    layout: KVLayout
+    address: str
+    """host:port of the gRPC service."""
+    http_address: str
+    """host:port of /metrics, /live and /ready."""
+
+    def __init__(self, config: DecodeNodeConfig) -> None:
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._metrics = CollectorRegistry()
+        self._server = Server()
+        self._problem: str | None = "the model is loading"
+        self._announcer: Announcer | None = None
+        self._is_leaving = False
+
+    def not_ready(self) -> str | None:
+        """Why a request would not be served now; None when it would."""
+        if self._problem is None and not self.requests.is_alive:
+            return "a worker thread has ended; see the log"
+        return self._problem
+
+    async def start(self, transfer: Transfer | None, store_node: StoreNode | None) -> None:
+        """Sets the compute threads of the whole process."""
+        config = self._config
+        torch.set_num_threads(config.model.threads)
+        health = HealthServer(self._metrics, self.not_ready)
+        self._stack.push_async_callback(health.close)
+        http_port = await health.start(config.node.host, config.node.http_port)
+        self.http_address = f"{config.node.host}:{http_port}"
+
+        source, info = await asyncio.to_thread(_find_model, config)
+        self.layout = _layout(config, info)
+        spec = StageSpec(
+            stage_idx=0, num_stages=1, start_layer=0, end_layer=info.num_layers, num_layers=info.num_layers
+        )
+        num_pages = config.decode.resolve_num_pages(max_context=info.max_context, block_tokens=config.kv.block_tokens)
+        arena_bytes = PagedKVCache.arena_bytes(self.layout, spec, num_pages)
+        if transfer is None:
+            transfer = await asyncio.to_thread(_attach, config, arena_bytes)
+            self._stack.callback(transfer.close)
+        if store_node is None:
+            store_node = StoreNodeClient(config.store.service_address)
+            self._stack.push_async_callback(store_node.close)
+        await store_node.register_layout(self.layout)
+        runner = await asyncio.to_thread(
+            StageRunner.load,
+            source,
+            spec,
+            dtype=info.dtype,
+            layout=self.layout,
+            num_pages=num_pages,
+            device=config.model.device,
+            arena=transfer.allocate(arena_bytes).buffer,
+        )
+        self.requests = DecodeRequests(
+            runner,
+            StoreClient(transfer, self.layout, registry=self._metrics),
+            self.layout,
+            config=config.decode,
+            clock=MonotonicClock(),
+            metrics=DecodeMetrics(self._metrics),
+        )
+        self.requests.start()
+        self._stack.push_async_callback(self.requests.close)
+        await self._open_to_the_world(source.model_id, transfer, store_node)
+        log.info(
+            "decode ready",
+            address=self.address,
+            http=self.http_address,
+            model=source.model_id,
+            dtype=info.dtype,
+            num_pages=num_pages,
+            arena_bytes=arena_bytes,
+        )
+
+    async def drain(self) -> None:
+        """Leave the registry, refuse new requests, let the others end or hand them back."""
+        self._is_leaving = True
+        self._problem = "the node shuts down"
+        await self._server.set_serving(False)
+        if self._announcer is not None:
+            await self._announcer.beat_now()
+        await self.requests.drain(self._config.decode.drain_timeout_s)
+
+    async def close(self) -> None:
+        """End everything that is open; requests that are left are dropped. Idempotent."""
+        await self._stack.aclose()
+
+    async def _open_to_the_world(self, model_id: str, transfer: Transfer, store_node: StoreNode) -> None:
+        config = self._config
+        servicer = DecodeServicer(config, self.requests)
+        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, "moontide.v1.Decode")
+        self._stack.push_async_callback(self._server.close)
+        grpc_port = await self._server.start(config.node.host, config.node.grpc_port)
+        self.address = f"{config.node.host}:{grpc_port}"
+        self._problem = await self._probe(transfer, store_node)
+        record = NodeRecord(
+            node_id=config.node.node_id,
+            role="decode",
+            address=self.address,
+            http_address=self.http_address,
+            boot_id=uuid.uuid4().hex,
+            model_id=model_id,
+            layout_json=self.layout.to_json(),
+            host_id=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self._announcer = Announcer(config.registry, lambda: self._announce(record))
+        self._stack.push_async_callback(self._announcer.close)
+        await self._announcer.start()
+        await self._server.set_serving(self._problem is None)
+        watch = asyncio.create_task(self._watch_store(transfer, store_node), name="store watch")
+        self._stack.push_async_callback(_cancel, watch)
+
+    def _announce(self, record: NodeRecord) -> NodeRecord | None:
+        if self.not_ready() is not None:
+            return None
+        batch = self.requests.batch
+        load = {
+            "waiting": batch.count(Phase.WAITING_PAGES),
+            "pulling": batch.count(Phase.PULLING, Phase.READY),
+            "running": batch.count(Phase.RUNNING),
+            "free_pages": batch.num_free_pages,
+            "num_pages": batch.num_pages,
+        }
+        return dataclasses.replace(record, load={name: float(value) for name, value in load.items()})
+
+    async def _watch_store(self, transfer: Transfer, store_node: StoreNode) -> None:
+        """Turn red when the store stays away, green when it is back."""
+        failures = 0
+        while True:
+            await asyncio.sleep(_PROBE_PERIOD_S)
+            problem = await self._probe(transfer, store_node)
+            failures = failures + 1 if problem else 0
+            if not self._is_leaving and (problem is None or failures >= _PROBES_TO_RED):
+                await self._set_problem(problem)
+
+    async def _probe(self, transfer: Transfer, store_node: StoreNode) -> str | None:
+        """Ask master and store process. The layout is registered again: a store process that came back has forgotten it."""
+        try:
+            if not await asyncio.to_thread(transfer.healthy):
+                return "the store's master does not answer"
+            await store_node.register_layout(self.layout)
+        except MoontideError as error:
+            return f"the store process of this host does not serve: {error}"
+        except Exception as error:
+            log.exception("store probe failed")
+            return f"the store cannot be asked: {type(error).__name__}: {error}"
+        return None
+
+    async def _set_problem(self, problem: str | None) -> None:
+        if problem == self._problem:
+            return
+        (log.info if problem is None else log.warning)("readiness", problem=problem or "none")
+        self._problem = problem
+        await self._server.set_serving(problem is None)
+        if self._announcer is not None:
+            await self._announcer.beat_now()
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """moontide.v1.Decode over DecodeRequests."""
+
+    def __init__(self, config: DecodeNodeConfig, requests: DecodeRequests) -> None:
+        self._node_id = config.node.node_id
+        self._max_batch = config.decode.max_batch
+        self._requests = requests
+
+    async def Session(self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Context) -> None:
+        """Runs until the conductor closes its side, goes away or stops reading."""
+        async with grpc_errors(context):
+            session = self._requests.open_session()
+            try:
+                await _first_of(
+                    self._read(session, commands),
+                    _write(session, context),
+                    _refuse_slow_reader(session),
+                )
+            finally:
+                self._requests.close_session(session)
+
+    async def GetStatus(self, request: decode_pb2.DecodeStatusRequest, context: Context) -> decode_pb2.DecodeStatus:
+        del request, context
+        batch = self._requests.batch
+        return decode_pb2.DecodeStatus(
+            node_id=self._node_id,
+            waiting=batch.count(Phase.WAITING_PAGES),
+            pulling=batch.count(Phase.PULLING, Phase.READY),
+            running=batch.count(Phase.RUNNING),
+            num_pages=batch.num_pages,
+            free_pages=batch.num_free_pages,
+            max_batch=self._max_batch,
+        )
+
+    async def _read(self, session: ConductorSession, commands: AsyncIterator[decode_pb2.DecodeCommand]) -> None:
+        async for command in commands:
+            self._apply(session, command)
+
+    def _apply(self, session: ConductorSession, command: decode_pb2.DecodeCommand) -> None:
+        key = RequestKey(command.request_id, command.epoch)
+        match command.WhichOneof("command"):
+            case "open":
+                try:
+                    wanted = _open_request(command.open)
+                except BadRequest as error:
+                    session.send(Failed(key=key, error=error))
+                    return
+                self._requests.open(session, key, wanted)
+            case "sealed":
+                self._requests.sealed(session, key, command.sealed.num_blocks)
+            case "start":
+                token = command.start.first_token
+                self._requests.start_decoding(session, key, SampledToken.from_proto(token), token.output_idx)
+            case "cancel":
+                self._requests.cancel(session, key)
+            case _:
+                raise BadRequest(f"command for {command.request_id!r} is empty; set one of open, sealed, start, cancel")
+
+
+async def _write(session: ConductorSession, context: Context) -> None:
+    while True:
+        await context.write(_event_to_proto(await session.events.get()))
+
+
+async def _refuse_slow_reader(session: ConductorSession) -> None:
+    await session.overflow.wait()
+    raise Rejected("the session's events are not read; open a new session and read it all the time")
+
+
+async def _first_of(*works: Any) -> None:
+    """Run coroutines side by side until one ends, cancel the others, and raise what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _open_request(msg: decode_pb2.DecodeOpen) -> OpenRequest:
+    """Raises: BadRequest."""
+    try:
+        token_ids = unpack_token_ids(msg.token_ids)
+    except ValueError as error:
+        raise BadRequest(str(error), param="token_ids") from error
+    return OpenRequest(
+        token_ids=token_ids,
+        sampling=SamplingParams.from_proto(msg.sampling),
+        output_idx=msg.output_idx,
+        cache_salt=msg.cache_salt,
+        timeout_s=msg.timeout_s,
+    )
+
+
+def _event_to_proto(event: DecodeEvent) -> decode_pb2.DecodeEvent:
+    msg = decode_pb2.DecodeEvent(request_id=event.key.request_id, epoch=event.key.epoch)
+    match event:
+        case Tokens():
+            msg.tokens.tokens.append(event.token.to_proto(event.output_idx))
+            msg.tokens.spans.extend(_spans_to_proto(event.spans))
+            msg.tokens.age_s = event.age_s
+        case Pulled():
+            msg.pulled.wait_pages_s = event.wait_pages_s
+            msg.pulled.handoff_s = event.handoff_s
+            msg.pulled.spans.extend(_spans_to_proto(event.spans))
+            msg.pulled.age_s = event.age_s
+        case Finished():
+            msg.finished.reason = event.reason.to_proto()
+            if event.stop_token_id is not None:
+                msg.finished.stop_token_id = event.stop_token_id
+        case Failed():
+            msg.failed.code = event.error.code
+            msg.failed.message = str(event.error)
+            msg.failed.retriable = event.error.retriable
+    return msg
+
+
+def _spans_to_proto(spans: Sequence[WorkSpan]) -> list[common_pb2.Span]:
+    return [
+        common_pb2.Span(
+            name=span.name,
+            track=_TIMELINE_TRACK,
+            start_s=span.start_s,
+            duration_s=span.duration_s,
+            first_token=span.first_token,
+            num_tokens=span.num_tokens,
+        )
+        for span in spans
+    ]
+
+
+def _find_model(config: DecodeNodeConfig) -> tuple[ModelSource, ModelInfo]:
+    model = config.model
+    source = resolve_model(model.name, load_format=model.load_format)
+    dtype = default_dtype(model.device) if model.dtype == "auto" else model.dtype
+    return source, load_model_info(source, dtype=dtype)
+
+
+def _layout(config: DecodeNodeConfig, info: ModelInfo) -> KVLayout:
+    def layout(layer_group: int) -> KVLayout:
+        return KVLayout(
+            model_fingerprint=info.fingerprint,
+            num_layers=info.num_layers,
+            num_planes=info.num_planes,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            dtype=info.dtype,
+            block_tokens=config.kv.block_tokens,
+            layer_group=layer_group,
+        )
+
+    return layout(config.kv.layer_group or choose_layer_group(info.num_layers, layout(1).layer_bytes))
+
+
+def _attach(config: DecodeNodeConfig, arena_bytes: int) -> MooncakeTransfer:
+    return MooncakeTransfer(
+        client_address=config.store.client_address, master_http=config.store.master_http, arena_bytes=arena_bytes
+    )

@@ -1,0 +1,243 @@
+"""Batch: pages are conserved and every request ends once, in any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from decode_node.batch import Batch, Phase, RequestKey
+from moontide.errors import BadRequest, Rejected, RejectReason
+
+NUM_PAGES = 12
+MAX_BATCH = 3
+MAX_QUEUE = 4
+
+
+def key(name: str, epoch: int = 1) -> RequestKey:
+    return RequestKey(name, epoch)
+
+
+def make_batch(*, num_pages: int = NUM_PAGES, max_batch: int = MAX_BATCH, max_queue: int = MAX_QUEUE) -> Batch:
+    return Batch(num_pages=num_pages, max_batch=max_batch, max_queue=max_queue)
+
+
+def pull_everything(batch: Batch, request: RequestKey) -> None:
+    while blocks := batch.take_pull(request, limit=2):
+        batch.pull_done(request, blocks, missing=[])
+
+
+def run_one(batch: Batch, request: RequestKey) -> None:
+    """Bring an admitted request into the running batch."""
+    batch.start(request)
+    pull_everything(batch, request)
+    assert batch.make_ready(request)
+
+
+def test_pages_are_reserved_first_come_first_served() -> None:
+    batch = make_batch(num_pages=4)
+    for name, num_pages in (("a", 3), ("b", 3), ("c", 1)):
+        batch.open(key(name), num_blocks=1, num_pages=num_pages)
+    assert batch.admit() == [key("a")]
+    assert batch.count(Phase.WAITING_PAGES) == 2, "c fits but must not overtake b"
+    batch.end(key("a"))
+    assert batch.admit() == [key("b"), key("c")]
+    batch.check_invariants()
+
+
+def test_request_that_never_fits_is_rejected_with_numbers() -> None:
+    batch = make_batch(num_pages=4)
+    with pytest.raises(Rejected, match="need 5 pages and this decode node has 4") as caught:
+        batch.open(key("a"), num_blocks=1, num_pages=5)
+    assert caught.value.reason is RejectReason.REQUEST_EXCEEDS_DECODE_PAGES
+    assert batch.num_entries == 0
+
+
+def test_full_queue_rejects() -> None:
+    batch = make_batch(num_pages=1, max_queue=1)
+    batch.open(key("a"), num_blocks=1, num_pages=1)
+    with pytest.raises(Rejected, match="1 requests wait") as caught:
+        batch.open(key("b"), num_blocks=1, num_pages=1)
+    assert caught.value.reason is RejectReason.QUEUE_FULL
+
+
+def test_same_request_and_epoch_twice_is_refused_and_another_epoch_is_not() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=1, num_pages=1)
+    with pytest.raises(BadRequest, match="epoch=1 is open"):
+        batch.open(key("a"), num_blocks=1, num_pages=1)
+    batch.open(key("a", 2), num_blocks=1, num_pages=1)
+    assert batch.count(Phase.WAITING_PAGES) == 2
+
+
+def test_sealed_blocks_are_pulled_before_start_and_missing_ones_again_first() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=5, num_pages=6)
+    batch.seal(key("a"), 3)
+    assert batch.take_pull(key("a"), limit=2) == [], "no pages yet"
+    batch.admit()
+    assert batch.take_pull(key("a"), limit=2) == [0, 1]
+    assert batch.take_pull(key("a"), limit=2) == [], "one pull at a time"
+    batch.pull_done(key("a"), [0, 1], missing=[1])
+    assert batch.take_pull(key("a"), limit=4) == [1, 2]
+    batch.pull_done(key("a"), [1, 2], missing=[])
+    assert batch.take_pull(key("a"), limit=4) == []
+    batch.start(key("a"))
+    assert not batch.make_ready(key("a"))
+    assert batch.take_pull(key("a"), limit=4) == [3, 4]
+    batch.pull_done(key("a"), [3, 4], missing=[])
+    assert batch.make_ready(key("a"))
+    assert not batch.make_ready(key("a"))
+
+
+def test_running_batch_is_bounded_until_the_step_loop_lets_go() -> None:
+    batch = make_batch(max_batch=1)
+    for name in "ab":
+        batch.open(key(name), num_blocks=1, num_pages=1)
+    batch.admit()
+    for name in "ab":
+        run_one(batch, key(name))
+    assert batch.join() == [key("a")]
+    assert batch.end(key("a"))
+    assert batch.join() == [], "the step loop may still compute a"
+    assert not batch.let_go(key("a")), "it had ended before"
+    assert batch.join() == [key("b")]
+    assert batch.let_go(key("b")), "this ends it"
+    assert batch.num_entries == 0
+
+
+@pytest.mark.parametrize("fence", ["pull", "step"])
+def test_pages_come_back_only_when_nothing_of_the_request_is_open(fence: str) -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=1, num_pages=2)
+    batch.admit()
+    if fence == "pull":
+        batch.seal(key("a"), 1)
+        blocks = batch.take_pull(key("a"), limit=1)
+    else:
+        run_one(batch, key("a"))
+        batch.join()
+    assert batch.end(key("a"))
+    assert batch.num_free_pages == NUM_PAGES - 2
+    batch.check_invariants()
+    if fence == "pull":
+        batch.pull_done(key("a"), blocks, missing=[])
+    else:
+        batch.let_go(key("a"))
+    assert batch.num_free_pages == NUM_PAGES
+    assert not batch.end(key("a")), "it ended once"
+
+
+class BatchMachine(RuleBasedStateMachine):
+    """Random opens, seals, starts, pulls, steps and ends."""
+
+    keys = Bundle("keys")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = make_batch()
+        self.next_id = 0
+        self.opened: set[RequestKey] = set()
+        self.terminals: list[RequestKey] = []
+        self.pulls: dict[RequestKey, list[int]] = {}
+        self.in_steps: set[RequestKey] = set()
+
+    def is_live(self, request: RequestKey) -> bool:
+        entry = self.batch.find(request)
+        return entry is not None and entry.phase is not Phase.ENDED
+
+    @rule(target=keys, num_blocks=st.integers(1, 6), more=st.integers(0, 8))
+    def open(self, num_blocks: int, more: int) -> object:
+        self.next_id += 1
+        request = key(f"r{self.next_id}")
+        try:
+            self.batch.open(request, num_blocks=num_blocks, num_pages=num_blocks + more)
+        except Rejected:
+            assert num_blocks + more > NUM_PAGES or self.batch.count(Phase.WAITING_PAGES) == MAX_QUEUE
+            return multiple()
+        self.opened.add(request)
+        return request
+
+    @rule()
+    def admit(self) -> None:
+        free = self.batch.num_free_pages
+        admitted = self.batch.admit()
+        assert all(self.batch.find(request).pages for request in admitted)
+        assert self.batch.num_free_pages <= free
+
+    @rule(request=keys, num_blocks=st.integers(0, 9))
+    def seal(self, request: RequestKey, num_blocks: int) -> None:
+        if self.is_live(request):
+            self.batch.seal(request, num_blocks)
+
+    @rule(request=keys)
+    def start(self, request: RequestKey) -> None:
+        if self.is_live(request):
+            self.batch.start(request)
+
+    @rule(request=keys, limit=st.integers(1, 4))
+    def take_pull(self, request: RequestKey, limit: int) -> None:
+        if not self.is_live(request):
+            return
+        blocks = self.batch.take_pull(request, limit=limit)
+        if blocks:
+            assert request not in self.pulls
+            self.pulls[request] = blocks
+
+    @rule(data=st.data())
+    def pull_done(self, data: st.DataObject) -> None:
+        if self.pulls:
+            request = data.draw(st.sampled_from(sorted(self.pulls)))
+            blocks = self.pulls.pop(request)
+            missing = data.draw(st.lists(st.sampled_from(blocks), unique=True))
+            self.batch.pull_done(request, blocks, missing=missing)
+            if self.is_live(request):
+                self.batch.make_ready(request)
+
+    @rule()
+    def join(self) -> None:
+        self.in_steps.update(self.batch.join())
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if self.in_steps:
+            request = data.draw(st.sampled_from(sorted(self.in_steps)))
+            self.in_steps.remove(request)
+            if self.batch.let_go(request):
+                self.terminals.append(request)
+
+    @rule(request=keys)
+    def end(self, request: RequestKey) -> None:
+        if self.batch.end(request):
+            self.terminals.append(request)
+
+    @rule(request=consumes(keys))
+    def end_twice(self, request: RequestKey) -> None:
+        self.end(request)
+        assert not self.batch.end(request)
+
+    @invariant()
+    def pages_are_conserved(self) -> None:
+        self.batch.check_invariants()
+
+    @invariant()
+    def pages_of_open_work_are_held(self) -> None:
+        for request in {*self.pulls, *self.in_steps}:
+            assert self.batch.find(request).pages, "somebody may write into pages that are free"
+
+    def teardown(self) -> None:
+        for request in self.opened:
+            if self.batch.end(request):
+                self.terminals.append(request)
+        for request in self.in_steps:
+            self.batch.let_go(request)
+        for request, blocks in self.pulls.items():
+            self.batch.pull_done(request, blocks, missing=[])
+        assert sorted(self.terminals) == sorted(self.opened), "one terminal state each"
+        assert self.batch.num_free_pages == NUM_PAGES
+        assert self.batch.num_entries == 0
+
+
+BatchMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBatchMachine = BatchMachine.TestCase
