@@ -1,0 +1,1 @@
+"""A prefill group: Chunked Pipeline Parallelism (CPP) over several stages."""

@@ -1,0 +1,51 @@
+"""`python -m prefill_node`: one stage of a prefill group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from moontide.config import load_service_config, to_tree
+from moontide.errors import MoontideError
+from moontide.log import get_logger, setup_logging
+from moontide.service import run_service
+from prefill_node.config import PrefillNodeConfig
+from prefill_node.start import start_stage
+
+_GRACE_S = 10.0
+"""Longest wait at the end for open requests."""
+
+log = get_logger(__name__)
+
+
+async def serve(config: PrefillNodeConfig, stop: asyncio.Event) -> None:
+    """Run one stage until `stop`. Raises: what ended it before."""
+    stage = await start_stage(config)
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(stage.wait_failed())
+        await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if failing.done():
+            failing.result()
+        failing.cancel()
+    finally:
+        await stage.close(grace_s=_GRACE_S if stop.is_set() else 0.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = load_service_config(PrefillNodeConfig, argv, "One stage of a Moontide prefill group.")
+    setup_logging(config.node.node_id)
+    log.info("starting", config=to_tree(config))
+    try:
+        return run_service(lambda stop: serve(config, stop))
+    except MoontideError as error:
+        log.error("stage ended", error=str(error))
+        # Not `return`: the interpreter would wait for a thread that hangs.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

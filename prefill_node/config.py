@@ -1,0 +1,103 @@
+"""Settings of one stage process of a prefill group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.access import KvConfig, StoreAccessConfig
+from model_runner.config import ModelConfig
+from moontide.config import NodeConfig, RegistryConfig, check_port
+from moontide.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Section `prefill`: the group, this stage's place in it, and how prompts are cut. Equal on all stages but for `stage_idx`."""
+
+    group_id: str
+    """Name of the prefill group."""
+    stage_idx: int
+    """Place of this process in the pipeline; 0 takes requests and decides for the group."""
+    num_stages: int
+    """Stages of the group."""
+    control_address: str
+    """host:port where stage 0 listens for the other stages; they connect to it."""
+    link_port: int = 0
+    """Port where this stage takes hidden states from the stage before it; 0 takes a free one."""
+    chunk_tokens: int = 512
+    """Most prompt tokens in one micro-batch. Larger: fewer bubbles per token, later first chunk. Multiple of kv.block_tokens."""
+    num_pages: int = 0
+    """Pages of this stage, one block each; 0 makes room for two prompts of the model's full context."""
+    slack: int = 1
+    """Micro-batches in flight beyond one per stage: they hide the way of a report back to stage 0."""
+    max_queue: int = 256
+    """Requests that wait for pages or room in the store; one more is refused."""
+    heartbeat_s: float = 1.0
+    """Seconds between two signs of life on a control connection."""
+    peer_timeout_s: float = 5.0
+    """A stage that was silent for so long counts as lost."""
+    lease_s: float = 10.0
+    """Lease of a reservation in the store, until the conductor takes over its renewal."""
+    seal_timeout_s: float = 30.0
+    """Longest wait for the objects of a block to be seen in the store."""
+
+    def __post_init__(self) -> None:
+        if not self.group_id:
+            raise ConfigError("prefill.group_id is empty; give every prefill group its own name")
+        if self.num_stages < 1:
+            raise ConfigError(f"prefill.num_stages={self.num_stages} must be at least 1")
+        if not 0 <= self.stage_idx < self.num_stages:
+            raise ConfigError(
+                f"prefill.stage_idx={self.stage_idx} must lie in [0, num_stages={self.num_stages}); count from 0"
+            )
+        for name in ("chunk_tokens", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"prefill.{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_pages", "slack"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"prefill.{name}={getattr(self, name)} must be 0 or more")
+        for name in ("heartbeat_s", "lease_s", "seal_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"prefill.{name}={getattr(self, name)} must be above 0 seconds")
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"prefill.peer_timeout_s={self.peer_timeout_s} must be at least twice prefill.heartbeat_s={self.heartbeat_s}"
+            )
+        check_port("prefill.link_port", self.link_port)
+        split_address("prefill.control_address", self.control_address)
+
+    @property
+    def max_in_flight_steps(self) -> int:
+        """Micro-batches that stage 0 has started and not every stage has finished: the one bound on the pipeline's depth."""
+        return self.num_stages + self.slack
+
+    def resolve_num_pages(self, *, max_context: int, block_tokens: int) -> int:
+        return self.num_pages or 2 * -(-max_context // block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillNodeConfig:
+    """Everything that one stage process needs."""
+
+    node: NodeConfig
+    registry: RegistryConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+    store: StoreAccessConfig
+    prefill: PrefillConfig
+
+    def __post_init__(self) -> None:
+        chunk_tokens, block_tokens = self.prefill.chunk_tokens, self.kv.block_tokens
+        if chunk_tokens % block_tokens:
+            near = chunk_tokens // block_tokens * block_tokens or block_tokens
+            raise ConfigError(
+                f"prefill.chunk_tokens={chunk_tokens} is no multiple of kv.block_tokens={block_tokens}; try {near}"
+            )
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises: ConfigError naming the setting `name`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"{name}={address!r} is no address; write host:port")
+    return host, int(port)

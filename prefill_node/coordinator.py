@@ -1,0 +1,395 @@
+"""Requests of a prefill group from arrival to the last seal; lives on stage 0.
+
+    wait for a turn, pages and room in the store | fetch the prefix hit | accepted | chunks | first token
+                                                                          seal blocks as they are put | completed
+
+One coroutine per request, run by its gRPC call: cancelling the call cancels the request in whatever phase it is. The
+reservation in the store belongs to the conductor from `accepted` on; until then it is renewed and, if need be, released here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+
+from kvstore.client import StoreClient
+from kvstore.layout import KVLayout
+from kvstore.node import StoreNode
+from kvstore.pool import RequestKey, ReserveResult
+from model_runner.model_source import ModelInfo
+from moontide.clock import Clock
+from moontide.errors import BadRequest, DeadlineExceeded, MoontideError, NodeLost, Rejected, RejectReason
+from moontide.log import get_logger
+from moontide_proto.v1 import prefill_pb2
+from prefill_node.config import PrefillConfig
+from prefill_node.interrupt import Interrupt
+from prefill_node.kv_push import wait_until_stored
+from prefill_node.metrics import GroupMetrics
+from prefill_node.prompt import Prompt, read_prompt
+from prefill_node.session import GroupSession
+
+Emit = Callable[[prefill_pb2.PrefillEvent], Awaitable[None]]
+
+_RESERVE_RETRY_S = 0.1
+_RELEASE_TIMEOUT_S = 5.0
+
+log = get_logger(__name__)
+
+
+class _OpenRequest:
+    """A request that its call still waits for."""
+
+    def __init__(self, prompt: Prompt, session: GroupSession) -> None:
+        self.prompt = prompt
+        self.session = session
+        self.interrupt = Interrupt()
+        self.events: asyncio.Queue[prefill_pb2.PrefillEvent | MoontideError] = asyncio.Queue()
+        """At most one event per chunk, and three more."""
+        self.is_admitted = False
+        self.may_hold_reservation = False
+        self.is_accepted = False
+        self.hit_blocks = 0
+        self.fetch_started_s = 0.0
+        self.fetch_ended_s = 0.0
+
+
+class Coordinator:
+    """Owner of the open requests of a group."""
+
+    def __init__(
+        self,
+        *,
+        config: PrefillConfig,
+        info: ModelInfo,
+        layout: KVLayout,
+        client: StoreClient,
+        store_node: StoreNode,
+        store_node_id: str,
+        store_address: str,
+        clock: Clock,
+        metrics: GroupMetrics,
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._layout = layout
+        self._client = client
+        self._store_node = store_node
+        self._store_node_id = store_node_id
+        self._store_address = store_address
+        self._clock = clock
+        self._metrics = metrics
+        self._orders = itertools.count()
+        self._turn = asyncio.Lock()
+        # asyncio.Lock wakes its waiters in the order in which they came: that is the queue.
+        self._open: dict[RequestKey, _OpenRequest] = {}
+        self.session: GroupSession | None = None
+        """None while the group is not complete."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not request.is_admitted for request in self._open.values())
+
+    @property
+    def num_running(self) -> int:
+        """Admitted requests, and ended ones that still wait for the fence."""
+        if self.session is None:
+            return 0
+        waiting = sum(not request.is_admitted and bool(request.prompt.pages) for request in self._open.values())
+        return self.session.num_prompts - waiting
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that no micro-batch has taken."""
+        waiting = sum(request.prompt.num_tokens for request in self._open.values() if not request.is_accepted)
+        return waiting + (self.session.queued_tokens if self.session else 0)
+
+    @property
+    def num_reservations(self) -> int:
+        return sum(request.may_hold_reservation for request in self._open.values())
+
+    def open_session(self, session: GroupSession) -> None:
+        """The group is complete."""
+        self.session = session
+        self._metrics.num_pages.set(session.pages.num_pages)
+
+    def close_session(self, reason: str) -> None:
+        """The group is lost, and with it everything that its stages hold: every open request ends, retriable."""
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+        for request in self._open.values():
+            request.interrupt.fire(NodeLost(f"prefill group {self._config.group_id} was lost: {reason}"))
+
+    async def run(self, message: prefill_pb2.PrefillRequest, emit: Emit) -> None:
+        """Serve one request; returns after `completed`.
+
+        Raises: BadRequest, Rejected, DeadlineExceeded, NodeLost, TransferFailed. The request holds nothing here
+            afterwards, apart from pages that wait for the fence.
+        """
+        session = self._require_session()
+        prompt = self._admissible(message, session)
+        request = _OpenRequest(prompt, session)
+        self._open[prompt.key] = request
+        outcome = "Cancelled"
+        try:
+            await self._run_until_deadline(request, emit, timeout_s=message.timeout_s)
+            outcome = "completed"
+        except MoontideError as error:
+            outcome = error.code
+            log.warning("request failed", request_id=prompt.key.request_id, epoch=prompt.key.epoch, error=str(error))
+            raise
+        finally:
+            self._metrics.requests.labels(outcome).inc()
+            session.finish(prompt)
+            del self._open[prompt.key]
+            if outcome == "Cancelled":
+                log.info("request cancelled", request_id=prompt.key.request_id, epoch=prompt.key.epoch)
+            if request.may_hold_reservation and not request.is_accepted:
+                await asyncio.shield(self._release(prompt.key))
+
+    def update_gauges(self) -> None:
+        self._metrics.waiting.set(self.num_waiting)
+        self._metrics.running.set(self.num_running)
+        self._metrics.queued_tokens.set(self.queued_tokens)
+        session = self.session
+        self._metrics.free_pages.set(session.pages.num_free if session else 0)
+        self._metrics.in_flight_steps.set(session.log.in_flight_steps if session else 0)
+        self._metrics.open_puts.set(session.log.open_puts if session else 0)
+
+    def _require_session(self) -> GroupSession:
+        if self.session is None:
+            raise NodeLost(f"prefill group {self._config.group_id} is not complete; try another group, or again later")
+        return self.session
+
+    def _admissible(self, message: prefill_pb2.PrefillRequest, session: GroupSession) -> Prompt:
+        """The request as a prompt of this group. Raises: BadRequest, PromptTooLong, Rejected."""
+        key = RequestKey(message.request_id, message.epoch)
+        if key in self._open or session.knows(key):
+            raise BadRequest(f"request {key.request_id} epoch {key.epoch} is running already; count the epoch up")
+        prompt = read_prompt(
+            message, info=self._info, layout=self._layout, order=next(self._orders), arrived_s=self._clock.now()
+        )
+        if prompt.num_pages > session.pages.num_pages:
+            raise Rejected(
+                f"the prompt of {prompt.num_tokens} tokens needs {prompt.num_pages} pages of {prompt.block_tokens} tokens; "
+                f"prefill group {self._config.group_id} has {session.pages.num_pages} (prefill.num_pages)",
+                reason=RejectReason.PROMPT_EXCEEDS_PREFILL_PAGES,
+            )
+        if self.num_waiting >= self._config.max_queue:
+            raise Rejected(
+                f"{self.num_waiting} requests wait at prefill group {self._config.group_id}; the limit is "
+                f"{self._config.max_queue} (prefill.max_queue)",
+                reason=RejectReason.QUEUE_FULL,
+            )
+        return prompt
+
+    async def _run_until_deadline(self, request: _OpenRequest, emit: Emit, *, timeout_s: float) -> None:
+        phase = "waiting for pages and room in the store"
+        try:
+            async with asyncio.timeout(timeout_s), request.interrupt:
+                await self._admit(request)
+                phase = "fetching the cached prefix"
+                cursor = await self._fetch(request)
+                phase = "computing and sealing the prompt"
+                request.is_accepted = True
+                await emit(self._accepted(cursor))
+                await self._compute(request, emit, cursor)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"deadline passed after {timeout_s} s while {phase}; give the request a larger timeout"
+            ) from error
+
+    async def _admit(self, request: _OpenRequest) -> None:
+        """Take pages and reserve room in the store, first come, first served."""
+        prompt, session = request.prompt, request.session
+        async with self._turn:
+            while not session.take_pages(prompt):
+                session.pages_freed.clear()
+                await session.pages_freed.wait()
+            request.may_hold_reservation = True
+            while True:
+                reply = await self._store_node.reserve(
+                    request_id=prompt.key.request_id,
+                    epoch=prompt.key.epoch,
+                    layout_digest=self._layout.digest(),
+                    parent_hash=prompt.root,
+                    block_hashes=prompt.block_hashes,
+                    has_partial=prompt.has_partial,
+                    lease_s=self._config.lease_s,
+                )
+                if reply.result is ReserveResult.RESERVED:
+                    break
+                if reply.result is ReserveResult.TOO_LARGE:
+                    raise Rejected(
+                        f"the KV of the prompt of {prompt.num_tokens} tokens needs {reply.needed_bytes} bytes; the store "
+                        f"has {reply.capacity_bytes} (kvstore.pool_bytes)",
+                        reason=RejectReason.PROMPT_EXCEEDS_POOL,
+                    )
+                await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
+        request.is_admitted = True
+        # The last token is always computed: it gives the first output token.
+        request.hit_blocks = min(reply.hit_blocks, (prompt.num_tokens - 1) // self._layout.block_tokens)
+
+    async def _fetch(self, request: _OpenRequest) -> int:
+        """Have the prefix hit fetched; returns the tokens that every stage really holds: the cursor's start."""
+        request.fetch_started_s = request.fetch_ended_s = self._clock.now()
+        if not request.hit_blocks:
+            return 0
+        request.session.fetch(request.prompt, request.hit_blocks)
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(self._keep_reserved(request.prompt.key))
+            fetched_blocks = await request.prompt.fetched
+            renewing.cancel()
+        request.fetch_ended_s = self._clock.now()
+        if fetched_blocks < request.hit_blocks:
+            self._metrics.rewinds.inc()
+            log.warning(
+                "prefix hit is shorter than promised",
+                request_id=request.prompt.key.request_id,
+                promised_blocks=request.hit_blocks,
+                fetched_blocks=fetched_blocks,
+            )
+        request.hit_blocks = fetched_blocks
+        return fetched_blocks * self._layout.block_tokens
+
+    async def _keep_reserved(self, key: RequestKey) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_s / 3)
+            try:
+                await self._store_node.renew([key.request_id], lease_s=self._config.lease_s)
+            except MoontideError as error:
+                log.warning("reservation not renewed", request_id=key.request_id, error=str(error))
+
+    def _accepted(self, cursor: int) -> prefill_pb2.PrefillEvent:
+        return prefill_pb2.PrefillEvent(
+            accepted=prefill_pb2.PrefillAccepted(
+                store_node_id=self._store_node_id, store_address=self._store_address, hit_tokens=cursor
+            )
+        )
+
+    async def _compute(self, request: _OpenRequest, emit: Emit, cursor: int) -> None:
+        prompt = request.prompt
+        log.info(
+            "request accepted",
+            request_id=prompt.key.request_id,
+            epoch=prompt.key.epoch,
+            tokens=prompt.num_tokens,
+            hit_tokens=cursor,
+        )
+        self._metrics.hit_tokens.inc(cursor)
+        request.session.compute(prompt, cursor=cursor)
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._announce_first_token(request))
+            sealing = tasks.create_task(self._seal(request, after=announcing))
+            event = await request.events.get()
+            while isinstance(event, prefill_pb2.PrefillEvent):
+                await emit(event)
+                if event.HasField("completed"):
+                    break
+                event = await request.events.get()
+            announcing.cancel()
+            sealing.cancel()
+        if isinstance(event, MoontideError):
+            raise event
+
+    async def _announce_first_token(self, request: _OpenRequest) -> None:
+        token = await request.prompt.first_token
+        timings = self._timings(request)
+        self._metrics.ttft_seconds.observe(timings.total_s)
+        request.events.put_nowait(
+            prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token=token, timings=timings))
+        )
+        log.info(
+            "first token",
+            request_id=request.prompt.key.request_id,
+            epoch=request.prompt.key.epoch,
+            total_s=timings.total_s,
+            queue_s=timings.queue_s,
+            fetch_s=timings.fetch_s,
+            compute_s=timings.compute_s,
+        )
+
+    def _timings(self, request: _OpenRequest) -> prefill_pb2.PrefillTimings:
+        """arrival ..queue.. fetch start ..fetch.. fetch end ..queue.. first chunk starts ..compute.. first token"""
+        prompt = request.prompt
+        assert prompt.compute_started_s is not None, "stage 0 reports a step before the last stage can finish it"
+        assert prompt.first_token_s is not None
+        fetch_s = request.fetch_ended_s - request.fetch_started_s
+        compute_s = prompt.first_token_s - prompt.compute_started_s
+        queue_s = prompt.compute_started_s - prompt.arrived_s - fetch_s
+        return prefill_pb2.PrefillTimings(
+            queue_s=queue_s, fetch_s=fetch_s, compute_s=compute_s, total_s=queue_s + fetch_s + compute_s
+        )
+
+    async def _seal(self, request: _OpenRequest, *, after: asyncio.Task[None]) -> None:
+        """Seal blocks as they are put; the last event, after the first token, is `completed` or an error."""
+        prompt = request.prompt
+        num_sealed = request.hit_blocks
+        try:
+            if num_sealed:
+                request.events.put_nowait(_sealed(num_sealed))
+            while prompt.put_tokens < prompt.num_tokens or num_sealed < len(prompt.block_hashes):
+                num_sealed = await self._seal_next(request, num_sealed)
+            if prompt.has_partial:
+                partial = len(prompt.block_hashes)
+                await self._wait_until_stored(prompt, partial, partial + 1)
+            await asyncio.wait([after])
+            request.events.put_nowait(self._completed(prompt))
+        except MoontideError as error:
+            request.events.put_nowait(error)
+            return
+        log.info(
+            "request completed",
+            request_id=prompt.key.request_id,
+            epoch=prompt.key.epoch,
+            blocks=len(prompt.block_hashes),
+        )
+
+    async def _seal_next(self, request: _OpenRequest, num_sealed: int) -> int:
+        """Wait for more blocks and seal them; returns how many are sealed then."""
+        prompt = request.prompt
+        await prompt.puts_changed.wait()
+        prompt.puts_changed.clear()
+        num_put = prompt.put_tokens // prompt.block_tokens
+        if num_put == num_sealed:
+            return num_sealed
+        await self._wait_until_stored(prompt, num_sealed, num_put)
+        await self._store_node.seal(
+            request_id=prompt.key.request_id,
+            epoch=prompt.key.epoch,
+            first_block=num_sealed,
+            num_blocks=num_put - num_sealed,
+        )
+        request.events.put_nowait(_sealed(num_put))
+        return num_put
+
+    async def _wait_until_stored(self, prompt: Prompt, first_block: int, end_block: int) -> None:
+        await wait_until_stored(
+            self._client,
+            prompt.block_refs(first_block, end_block),
+            timeout_s=self._config.seal_timeout_s,
+            failed=prompt.failed_puts,
+        )
+
+    def _completed(self, prompt: Prompt) -> prefill_pb2.PrefillEvent:
+        return prefill_pb2.PrefillEvent(
+            completed=prefill_pb2.PrefillCompleted(
+                num_blocks=len(prompt.block_hashes),
+                has_partial=prompt.has_partial,
+                spans=prompt.spans,
+                age_s=self._clock.now() - prompt.arrived_s,
+            )
+        )
+
+    async def _release(self, key: RequestKey) -> None:
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                await self._store_node.release(request_id=key.request_id, epoch=key.epoch)
+        except (MoontideError, TimeoutError) as error:
+            log.warning("reservation not released; its lease ends it", request_id=key.request_id, error=str(error))
+
+
+def _sealed(num_blocks: int) -> prefill_pb2.PrefillEvent:
+    return prefill_pb2.PrefillEvent(sealed=prefill_pb2.BlocksSealed(num_blocks=num_blocks))
