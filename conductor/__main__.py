@@ -1,0 +1,112 @@
+"""`python -m conductor --config F.yaml`: builds the parts of one conductor and runs it until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from conductor import grpc_api
+from conductor.config import ConductorConfig
+from conductor.metrics import ConductorMetrics
+from conductor.openai_api import OpenAiApi
+from conductor.prefix_index import IndexFollower, PrefixIndex
+from conductor.registry import NodeRegistry
+from conductor.service import Conductor
+from conductor.tokenizer import Tokenizer
+from conductor.validation import ServedModel
+from kvstore.index import KvEvents
+from moontide.clock import MonotonicClock
+from moontide.config import load_service_config, to_yaml
+from moontide.log import get_logger, setup_logging
+from moontide.registry import Announcer, NodeRecord
+from moontide.rpc import Server
+from moontide.service import run_service
+
+log = get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = load_service_config(ConductorConfig, argv, "The front door and scheduler of a Moontide cluster.")
+    setup_logging(config.node.node_id)
+    return run_service(partial(serve, config))
+
+
+async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
+    """Run a conductor until `stop` is set; then leave the registry, let running requests finish, close."""
+    log.info("starting", config=to_yaml(config).replace("\n", "; "))
+    settings, clock = config.conductor, MonotonicClock()
+    metrics = ConductorMetrics(CollectorRegistry())
+    model = ServedModel.load(settings.model_dir, settings.served_model_name)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_dir)
+    index = PrefixIndex()
+    async with AsyncExitStack() as opened:
+        registry = NodeRegistry(config.registry, clock, metrics)
+        opened.push_async_callback(registry.close)
+        follower = IndexFollower(index, KvEvents(config.registry), metrics)
+        opened.push_async_callback(follower.close)
+        conductor = Conductor(
+            config, model=model, tokenizer=tokenizer, registry=registry, index=index, metrics=metrics, clock=clock
+        )
+        opened.push_async_callback(conductor.close)
+        server = Server()
+        grpc_api.add_to(server, conductor)
+        grpc_port = await server.start(config.node.host, config.node.grpc_port)
+        opened.push_async_callback(server.close)
+        api = OpenAiApi(conductor, max_body_bytes=settings.max_body_bytes)
+        opened.push_async_callback(api.close)
+        http_port = await api.start(config.node.host, config.node.http_port)
+        await registry.start()
+        follower.start()
+        conductor.start()
+        announcer = Announcer(config.registry, partial(_record, config, conductor, grpc_port, http_port, _boot_id()))
+        await announcer.start()
+        opened.push_async_callback(announcer.close)
+        log.info(
+            "serving", http=f"{config.node.host}:{http_port}", grpc=f"{config.node.host}:{grpc_port}", model=model.name
+        )
+        await _keep_health(server, conductor, stop, period_s=config.registry.heartbeat_s)
+        log.info("draining", active=conductor.num_active)
+        await announcer.close()
+        await server.set_serving(False)
+        await conductor.drain(settings.drain_s)
+    log.info("stopped")
+
+
+async def _keep_health(server: Server, conductor: Conductor, stop: asyncio.Event, *, period_s: float) -> None:
+    """Until `stop`: gRPC health says SERVING exactly while a prompt would be served."""
+    while not stop.is_set():
+        await server.set_serving(conductor.not_ready() is None)
+        try:
+            async with asyncio.timeout(period_s):
+                await stop.wait()
+        except TimeoutError:
+            continue
+
+
+def _boot_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _record(config: ConductorConfig, conductor: Conductor, grpc_port: int, http_port: int, boot_id: str) -> NodeRecord:
+    return NodeRecord(
+        node_id=config.node.node_id,
+        role="conductor",
+        address=f"{config.node.host}:{grpc_port}",
+        http_address=f"{config.node.host}:{http_port}",
+        boot_id=boot_id,
+        host_id=socket.gethostname(),
+        pid=os.getpid(),
+        load={"active": float(conductor.num_active)},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""An answer as it grows: tokens in, text and deltas out, up to the token or the text that ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conductor.stop_strings import StopMatcher
+from conductor.tokenizer import Tokenizer
+from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
+from moontide.timeline import TtftParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputToken:
+    token: SampledToken
+    output_idx: int
+    text_offset: int
+    """Characters of the answer before this token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputDelta:
+    """What became known of an answer. The last one, and only it, has a finish_reason."""
+
+    text: str
+    tokens: tuple[OutputToken, ...]
+    usage: Usage
+    """So far."""
+    finish_reason: FinishReason | None = None
+    ttft_parts: TtftParts | None = None
+    """With the first token."""
+
+
+class Answer:
+    """Tokens of an answer turned into text, up to the token or the text that ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, stop: tuple[str, ...]) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._stop = StopMatcher(stop)
+        self._sampling = sampling
+        self._num_chars = 0
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.is_ended_by_text = False
+        """A stop string ended it: the nodes do not know."""
+
+    def add(self, token: SampledToken) -> tuple[str, OutputToken]:
+        """Take one more token; returns the text that became final."""
+        output_idx = len(self.token_ids)
+        out = OutputToken(token=token, output_idx=output_idx, text_offset=self._num_chars)
+        self.token_ids.append(token.token_id)
+        raw = self._detokenizer.step(token.token_id)
+        self._num_chars += len(raw)
+        text = self._stop.feed(raw)
+        self.finish_reason = self._sampling.finish_reason(token.token_id, output_idx)
+        if self.finish_reason is not None and self._stop.matched is None:
+            text += self._stop.feed(self._detokenizer.flush())
+        if self._stop.matched is not None:
+            self.is_ended_by_text = True
+            self.finish_reason = FinishReason.STOP
+        elif self.finish_reason is not None:
+            text += self._stop.flush()
+        return text, out
+
+    def finish(self, reason: FinishReason) -> str:
+        """End it from outside; returns the text that was held back."""
+        text = self._stop.feed(self._detokenizer.flush())
+        self.finish_reason = FinishReason.STOP if self._stop.matched is not None else reason
+        return text + self._stop.flush()

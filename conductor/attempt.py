@@ -1,0 +1,325 @@
+"""One try at a request on chosen nodes: the Prefill call, the decode instance's part, the reservation.
+
+    accepted -> hold the reservation | sealed -> tell decode | first token -> out | completed -> start decode
+    pulled -> release the reservation | tokens -> out | finished -> out
+Everything that arrives goes through one queue, so that the order of events is the order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from conductor.background import Background
+from conductor.decode_session import DecodeMessage, DecodeSession
+from conductor.recovery import AttemptFailed
+from conductor.router import Choice
+from conductor.store_leases import StoreLeases
+from conductor.timelines import RequestRecord
+from moontide.clock import Clock
+from moontide.deadline import Deadline
+from moontide.errors import DeadlineExceeded, Internal, MoontideError, NodeLost, error_from_code
+from moontide.log import get_logger
+from moontide.rpc import from_rpc_error, names_error
+from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
+from moontide.timeline import Span
+from moontide.token_ids import TokenArray, pack_token_ids
+from moontide_proto.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+
+CACHE_FILL_S = 30.0
+"""When the first token ended a request, time that its prefill gets to seal the rest of the prompt for later ones."""
+_STATUSES_OF_LOSS = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptSpec:
+    """What one attempt computes."""
+
+    request_id: str
+    epoch: int
+    token_ids: TokenArray
+    """The prompt, then every token that the client has."""
+    output_idx: int
+    """Output index of the first token of this attempt."""
+    sampling: SamplingParams
+    cache_salt: str
+    deadline: Deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillParts:
+    """Where the time of the Prefill call went until the first token, by stage 0; the rest of it was the way there and back."""
+
+    queue_s: float
+    fetch_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedToken:
+    token: SampledToken
+    output_idx: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """Tokens, in order; the first one of an attempt comes with the parts of its time."""
+
+    tokens: Sequence[NumberedToken]
+    arrived_s: float
+    parts: PrefillParts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    hit_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOver:
+    """All KV of the prompt is sealed; decode takes over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The decode instance says that the request is over, for a reason that the tokens alone do not show."""
+
+    reason: FinishReason
+
+
+AttemptEvent = Accepted | Arrived | PrefillOver | Finished
+_Message = prefill_pb2.PrefillEvent | DecodeMessage
+
+
+class Attempt:
+    def __init__(
+        self,
+        spec: AttemptSpec,
+        choice: Choice,
+        *,
+        session: DecodeSession,
+        prefill_channel: grpc.aio.Channel,
+        leases: StoreLeases,
+        background: Background,
+        record: RequestRecord,
+        clock: Clock,
+    ) -> None:
+        self._spec = spec
+        self._choice = choice
+        self._session = session
+        self._channel = prefill_channel
+        self._leases = leases
+        self._background = background
+        self._record = record
+        self._clock = clock
+        # Bounded by the request: a prompt has so many blocks and an answer so many tokens.
+        self._inbox: asyncio.Queue[tuple[_Message, float]] = asyncio.Queue()
+        self._prefill: asyncio.Task[None] | None = None
+        self._first: common_pb2.Token | None = None
+        self._completed_s: float | None = None
+        self._pulled_s: float | None = None
+        self._store_address: str | None = choice.store.address
+        self._decode_is_open = False
+        self._is_closed = False
+        self.started_s = clock.now()
+
+    def start(self) -> None:
+        """Open the decode side, then call prefill."""
+        spec = self._spec
+        self.started_s = self._clock.now()
+        opening = decode_pb2.DecodeOpen(
+            token_ids=pack_token_ids(spec.token_ids),
+            sampling=spec.sampling.to_proto(),
+            cache_salt=spec.cache_salt,
+            timeout_s=spec.deadline.remaining_s(),
+            output_idx=spec.output_idx,
+        )
+        self._decode_is_open = True
+        self._session.open(self._command(open=opening), self._deliver)
+        self._prefill = self._background.spawn(self._call_prefill(), f"prefill {spec.request_id}")
+
+    async def next_event(self) -> AttemptEvent:
+        """The next thing that matters to the request.
+
+        Raises: AttemptFailed; DeadlineExceeded.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._spec.deadline.remaining_s()):
+                    message, arrived_s = await self._inbox.get()
+            except TimeoutError as error:
+                doing = "prefill worked" if self._completed_s is None else "decode worked"
+                raise DeadlineExceeded(
+                    f"deadline passed while {doing} on the request; give it a larger timeout"
+                ) from error
+            if isinstance(message, AttemptFailed):
+                raise message
+            if isinstance(message, prefill_pb2.PrefillEvent):
+                event = self._on_prefill(message, arrived_s)
+            else:
+                event = self._on_decode(message, arrived_s)
+            if event is not None:
+                return event
+
+    def close(self, *, fill_cache: bool = False) -> None:
+        """End everything that is still open: the call, decode's part, the reservation. May be called again.
+
+        `fill_cache` lets the prefill seal the rest of the prompt first, because the answer is complete and the KV is worth keeping.
+        """
+        self._is_closed = True
+        if self._decode_is_open:
+            self._decode_is_open = False
+            self._session.forget(self._spec.request_id, self._spec.epoch)
+            self._session.send(self._command(cancel=decode_pb2.DecodeCancel()))
+        if self._prefill is not None and not fill_cache:
+            self._prefill.cancel()
+        if self._store_address is not None:
+            address, self._store_address = self._store_address, None
+            self._background.spawn(self._release(address), f"release {self._spec.request_id}")
+        self._record_decode_end()
+
+    async def _call_prefill(self) -> None:
+        """Feed the Prefill call's events into the inbox; cancelling this task cancels the call."""
+        spec = self._spec
+        record = self._choice.prefill
+        stub = prefill_pb2_grpc.PrefillStub(self._channel)  # type: ignore[no-untyped-call]
+        request = prefill_pb2.PrefillRequest(
+            request_id=spec.request_id,
+            epoch=spec.epoch,
+            token_ids=pack_token_ids(spec.token_ids),
+            sampling=spec.sampling.to_proto(),
+            output_idx=spec.output_idx,
+            cache_salt=spec.cache_salt,
+            timeout_s=spec.deadline.remaining_s(),
+        )
+        call = stub.Prefill(request, timeout=spec.deadline.remaining_s())
+        is_complete = False
+        try:
+            async for event in call:
+                is_complete = event.WhichOneof("event") == "completed"
+                self._deliver(event)
+            if not is_complete:
+                error = NodeLost(f"prefill group {record.node_id} ended the call before the prompt was done")
+                self._deliver(AttemptFailed(error, node_id=record.node_id))
+        except grpc.aio.AioRpcError as rpc_error:
+            self._deliver(AttemptFailed(_prefill_error(rpc_error, record.node_id), node_id=record.node_id))
+        finally:
+            call.cancel()
+
+    def _on_prefill(self, message: prefill_pb2.PrefillEvent, arrived_s: float) -> AttemptEvent | None:
+        kind = message.WhichOneof("event")
+        if kind == "accepted":
+            self._store_address = message.accepted.store_address or self._choice.store.address
+            self._leases.hold(self._store_address, self._spec.request_id, self._spec.epoch)
+            return Accepted(hit_tokens=message.accepted.hit_tokens)
+        if kind == "sealed":
+            self._session.send(self._command(sealed=decode_pb2.DecodeSealed(num_blocks=message.sealed.num_blocks)))
+            return None
+        if kind == "first_token":
+            self._first = message.first_token.token
+            timings = message.first_token.timings
+            self._record.add("prefill call", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))
+            return Arrived(
+                tokens=[_numbered(self._first)],
+                arrived_s=arrived_s,
+                parts=PrefillParts(queue_s=timings.queue_s, fetch_s=timings.fetch_s, compute_s=timings.compute_s),
+            )
+        if kind == "completed":
+            return self._on_completed(message.completed, arrived_s)
+        return None  # an event of a newer peer
+
+    def _on_completed(self, completed: prefill_pb2.PrefillCompleted, arrived_s: float) -> AttemptEvent:
+        if self._first is None:
+            error = Internal("prefill says that it is complete, but no first token came")
+            raise AttemptFailed(error, node_id=self._choice.prefill.node_id)
+        self._completed_s = arrived_s
+        self._add_remote(completed.spans, arrived_s - completed.age_s)
+        # Whatever the events said, decode must know that all full blocks are there before it is started.
+        self._session.send(self._command(sealed=decode_pb2.DecodeSealed(num_blocks=completed.num_blocks)))
+        self._session.send(self._command(start=decode_pb2.DecodeStart(first_token=self._first)))
+        return PrefillOver()
+
+    def _on_decode(self, message: decode_pb2.DecodeEvent, arrived_s: float) -> AttemptEvent | None:
+        kind = message.WhichOneof("event")
+        if kind == "pulled":
+            self._on_pulled(message.pulled, arrived_s)
+            return None
+        if kind == "tokens":
+            self._add_remote(message.tokens.spans, arrived_s - message.tokens.age_s)
+            return Arrived(tokens=[_numbered(token) for token in message.tokens.tokens], arrived_s=arrived_s)
+        if kind == "finished":
+            self._decode_is_open = False
+            return Finished(reason=FinishReason.from_proto(message.finished.reason))
+        if kind == "failed":
+            self._decode_is_open = False
+            failed = message.failed
+            error = error_from_code(failed.code, f"decode instance {self._choice.decode.node_id}: {failed.message}")
+            raise AttemptFailed(error, node_id=self._choice.decode.node_id, is_retriable=failed.retriable)
+        return None  # an event of a newer peer
+
+    def _on_pulled(self, pulled: decode_pb2.DecodePulled, arrived_s: float) -> None:
+        self._pulled_s = arrived_s
+        self._add_remote(pulled.spans, arrived_s - pulled.age_s)
+        if self._completed_s is not None:
+            self._record.add("handoff", self._completed_s, arrived_s)
+            self._record.handoff_s = arrived_s - self._completed_s
+        if self._store_address is not None:
+            address, self._store_address = self._store_address, None
+            self._background.spawn(self._release(address), f"release {self._spec.request_id}")
+
+    async def _release(self, address: str) -> None:
+        """After the prefill call is over: a reservation that it makes late would outlive the release."""
+        if self._prefill is not None:
+            await asyncio.wait({self._prefill}, timeout=CACHE_FILL_S)
+            self._prefill.cancel()
+        if self._is_closed:
+            self._take_late_spans()
+        await self._leases.release(address, self._spec.request_id, self._spec.epoch)
+
+    def _take_late_spans(self) -> None:
+        """Spans of a prefill that completed after the answer was over."""
+        while not self._inbox.empty():
+            message, arrived_s = self._inbox.get_nowait()
+            if isinstance(message, prefill_pb2.PrefillEvent) and message.HasField("completed"):
+                self._add_remote(message.completed.spans, arrived_s - message.completed.age_s)
+
+    def _record_decode_end(self) -> None:
+        if self._pulled_s is not None:
+            pulled_s, self._pulled_s = self._pulled_s, None
+            self._record.add("decode", pulled_s, self._clock.now())
+
+    def _add_remote(self, spans: Sequence[common_pb2.Span], origin_s: float) -> None:
+        self._record.add_remote((Span.from_proto(span) for span in spans), origin_s=origin_s)
+
+    def _deliver(self, message: _Message) -> None:
+        self._inbox.put_nowait((message, self._clock.now()))
+
+    def _command(
+        self,
+        *,
+        open: decode_pb2.DecodeOpen | None = None,
+        sealed: decode_pb2.DecodeSealed | None = None,
+        start: decode_pb2.DecodeStart | None = None,
+        cancel: decode_pb2.DecodeCancel | None = None,
+    ) -> decode_pb2.DecodeCommand:
+        spec = self._spec
+        return decode_pb2.DecodeCommand(
+            request_id=spec.request_id, epoch=spec.epoch, open=open, sealed=sealed, start=start, cancel=cancel
+        )
+
+
+def _numbered(token: common_pb2.Token) -> NumberedToken:
+    return NumberedToken(token=SampledToken.from_proto(token), output_idx=token.output_idx)
+
+
+def _prefill_error(rpc_error: grpc.aio.AioRpcError, node_id: str) -> MoontideError:
+    """A broken connection shows up under several statuses; one that comes without an error class of ours means a lost node."""
+    if not names_error(rpc_error) and rpc_error.code() in _STATUSES_OF_LOSS:
+        return NodeLost(f"prefill group {node_id} is lost: {rpc_error.details() or rpc_error.code().name}")
+    return from_rpc_error(rpc_error, f"prefill group {node_id}")

@@ -1,0 +1,59 @@
+"""Prometheus metrics of a conductor; one object per process, handed to the parts that count."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from moontide.metrics import LATENCY_BUCKETS_S
+
+
+class ConductorMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.ttft = Histogram(
+            "conductor_ttft_seconds", "Arrival to the first token.", buckets=LATENCY_BUCKETS_S, registry=registry
+        )
+        self.tbt = Histogram(
+            "conductor_tbt_seconds",
+            "Between two tokens of one request.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.handoff = Histogram(
+            "conductor_handoff_seconds",
+            "Prefill completed to the decode instance holding all KV.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.requests = Counter(
+            "conductor_requests_total",
+            "Requests by how they ended: stop, length, cancelled or the name of an error.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.active = Gauge("conductor_active_requests", "Requests in work.", registry=registry)
+        self.prompt_tokens = Counter("conductor_prompt_tokens_total", "Tokens of accepted prompts.", registry=registry)
+        self.output_tokens = Counter("conductor_output_tokens_total", "Tokens sent to clients.", registry=registry)
+        self.prefix_hit_tokens = Counter(
+            "conductor_prefix_hit_tokens_total", "Prompt tokens whose KV came from the store.", registry=registry
+        )
+        self.retries = Counter(
+            "conductor_retries_total",
+            "Attempts after the first, by the error that caused them.",
+            ["reason"],
+            registry=registry,
+        )
+        self.store_errors = Counter(
+            "conductor_store_errors_total",
+            "Renewals and releases of store reservations that failed; the lease ends what they left.",
+            ["operation"],
+            registry=registry,
+        )
+        self.registry_connected = Gauge(
+            "conductor_registry_connected", "1 while the node registry answers, 0 while routing uses its last known state.",
+            registry=registry,
+        )  # fmt: skip
+        self.nodes = Gauge("conductor_nodes", "Nodes alive in the registry, by role.", ["role"], registry=registry)
+        self.indexed_blocks = Gauge(
+            "conductor_indexed_blocks", "Blocks in the prefix index, summed over store nodes.", registry=registry
+        )

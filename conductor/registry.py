@@ -1,0 +1,158 @@
+"""The nodes of the cluster as this conductor sees them, read from Redis or Valkey with every heartbeat.
+
+While the registry is away the last known state goes on to be used, and `connected` says so. After it has come back, nodes that are not in
+it yet get one lease of time to announce themselves again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from conductor.metrics import ConductorMetrics
+from moontide.clock import Clock
+from moontide.config import RegistryConfig
+from moontide.deadline import Deadline
+from moontide.log import get_logger
+from moontide.registry import NODE_KEY_PREFIX, NodeRecord, connect, raise_if_cancelled
+
+ROLES = ("prefill", "decode", "kvstore", "conductor")
+LOST_SHOWN_S = 60.0
+"""A node that is gone stays visible in the status for so long."""
+_KEYS_PER_READ = 512
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node's last record and whether its lease holds."""
+
+    record: NodeRecord
+    alive: bool
+    read_s: float
+    """When this record was last seen in the registry, on the conductor's clock."""
+
+
+class NodeTable:
+    """What reads of the registry add up to; pure bookkeeping."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._nodes: dict[str, Node] = {}
+        self._connected_since_s: float | None = None
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    @property
+    def connected(self) -> bool:
+        return self._connected_since_s is not None
+
+    def disconnected(self) -> None:
+        self._connected_since_s = None
+
+    def update(self, records: Iterable[NodeRecord], now_s: float) -> None:
+        """Take over one complete read."""
+        if self._connected_since_s is None:
+            self._connected_since_s = now_s
+        is_settled = not self._nodes or now_s - self._connected_since_s >= self._lease_s
+        present = {r.node_id: Node(record=r, alive=True, read_s=now_s) for r in records}
+        for node_id, node in list(self._nodes.items()):
+            if node_id in present:
+                continue
+            if node.alive and is_settled:
+                log.info("node gone", node=node_id, role=node.record.role)
+                self._nodes[node_id] = Node(record=node.record, alive=False, read_s=now_s)
+            elif not node.alive and now_s - node.read_s > LOST_SHOWN_S:
+                del self._nodes[node_id]
+        for node_id, node in present.items():
+            if node_id not in self._nodes or not self._nodes[node_id].alive:
+                log.info("node alive", node=node_id, role=node.record.role, address=node.record.address)
+            self._nodes[node_id] = node
+
+
+class NodeRegistry:
+    """Keeps a NodeTable up to date in the background."""
+
+    def __init__(self, config: RegistryConfig, clock: Clock, metrics: ConductorMetrics) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._table = NodeTable(config.lease_s)
+        self._redis = connect(config)
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self._table.nodes
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last read reached the registry."""
+        return self._table.connected
+
+    async def start(self) -> None:
+        """Read once (a registry that is down is only logged), then keep on in the background."""
+        await self._read()
+        self._task = asyncio.create_task(self._run(), name="node registry")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def wait_for_read(self, deadline: Deadline) -> None:
+        """Return after the next read, or when `deadline` passes."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(deadline.remaining_s()):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self._read()
+            raise_if_cancelled()
+
+    async def _read(self) -> None:
+        try:
+            keys = [k async for k in self._redis.scan_iter(match=NODE_KEY_PREFIX + "*", count=_KEYS_PER_READ)]
+            texts = await self._redis.mget(keys) if keys else []
+        except (RedisError, OSError) as error:
+            if self._table.connected:
+                log.warning("registry lost, routing on the last known state", reason=str(error))
+            self._table.disconnected()
+        else:
+            if not self._table.connected:
+                log.info("registry connected", nodes=len(keys))
+            self._table.update(_parse(texts), self._clock.now())
+        self._metrics.registry_connected.set(self._table.connected)
+        alive = Counter(node.record.role for node in self._table.nodes if node.alive)
+        for role in ROLES:
+            self._metrics.nodes.labels(role).set(alive[role])
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _parse(texts: Iterable[str | bytes | None]) -> list[NodeRecord]:
+    """Records that can be read; a key may have expired between the two reads."""
+    records = []
+    for text in texts:
+        if text is None:
+            continue
+        try:
+            records.append(NodeRecord.from_json(str(text)))
+        except (TypeError, json.JSONDecodeError) as error:
+            log.warning("unreadable node record left out", error=str(error))
+    return records

@@ -1,0 +1,354 @@
+"""One request from arrival to last token: output, recovery, and that nothing is held afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from front import ANSWER_TEXT, Front, open_front, text_of, tokens_of, until
+
+from conductor.tokenizer import ChatMessage
+from conductor.validation import ChatPrompt, TokenPrompt
+from moontide.errors import DeadlineExceeded, MoontideError, NoCapacity, NodeLost, PromptTooLong, Rejected
+from moontide.sampling_params import FinishReason
+from moontide_proto.v1 import decode_pb2_grpc
+
+
+async def test_answer_streams_to_the_end_token(front: Front) -> None:
+    deltas = await front.generate()
+    assert text_of(deltas) == ANSWER_TEXT
+    assert tokens_of(deltas) == [*front.answer_ids, *front.conductor.model.eos_token_ids]
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.STOP]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert len(deltas) == len(front.answer_ids) + 1, "every token came by itself"
+    assert front.cluster.prompts() == [front.prompt_ids]
+    await front.settle()
+    assert len(front.cluster.store.released) == 1
+    assert front.metric("conductor_requests_total", outcome="stop") == 1
+
+
+async def test_max_tokens_ends_for_length_and_counts_usage(front: Front) -> None:
+    front.cluster.prefill[0].hit_tokens = 8
+    deltas = await front.generate(max_tokens=4)
+    assert tokens_of(deltas) == front.answer_ids[:4]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].usage.completion_tokens == 4
+    assert deltas[-1].usage.prompt_tokens == len(front.prompt_ids)
+    assert deltas[-1].usage.cached_tokens == 8
+    await front.settle()
+
+
+async def test_first_token_can_end_the_request_and_its_prompt_is_still_cached(front: Front) -> None:
+    prefill = front.cluster.prefill[0]
+    prefill.may_complete.clear()
+    deltas = await front.generate(max_tokens=1)
+    assert tokens_of(deltas) == front.answer_ids[:1]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await until(lambda: len(front.cluster.decode[0].cancelled) == 1)
+    assert prefill.open, "the answer is over, but prefill goes on sealing"
+    prefill.may_complete.set()
+    await front.settle()
+    assert len(prefill.completed) == 1
+    timeline = front.conductor.timeline("r1")
+    assert timeline is not None
+    assert "stage 0" in {span.track for span in timeline.spans}
+
+
+@pytest.mark.parametrize("first_token_stop", [True, False])
+async def test_stop_token_ends_the_request(front: Front, first_token_stop: bool) -> None:
+    position = 0 if first_token_stop else 5
+    deltas = await front.generate(stop_token_ids=(front.answer_ids[position],))
+    first = front.answer_ids.index(front.answer_ids[position])
+    assert tokens_of(deltas) == front.answer_ids[: first + 1]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    await front.settle()
+
+
+async def test_ignore_eos_goes_past_the_end_token(front: Front) -> None:
+    num = len(front.answer_ids) + 3
+    deltas = await front.generate(ignore_eos=True, max_tokens=num)
+    assert len(tokens_of(deltas)) == num
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await front.settle()
+
+
+@pytest.mark.parametrize("stop", ["brown fox", "wn f", "The", "T", "🦊", "n fox jumps ov"])
+async def test_stop_string_cuts_the_text_before_it(front: Front, stop: str) -> None:
+    front.cluster.decode[0].faults.append(f"pause {len(front.answer_ids) - 2}")
+    deltas = await front.generate(stop=(stop,))
+    assert text_of(deltas) == ANSWER_TEXT[: ANSWER_TEXT.index(stop)]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    await front.settle()
+    assert len(front.cluster.decode[0].cancelled) == 1, "the nodes do not match text, so decode must be told"
+
+
+async def test_text_held_back_for_a_stop_string_comes_when_the_answer_ends(front: Front) -> None:
+    deltas = await front.generate(stop=("runs away with the spoon",))
+    assert text_of(deltas) == ANSWER_TEXT
+    await front.settle()
+
+
+async def test_text_cut_off_inside_a_character_equals_the_decoded_ids(front: Front) -> None:
+    texts = []
+    for max_tokens in range(1, len(front.answer_ids) + 1):
+        texts.append(text_of(await front.generate(max_tokens=max_tokens)))
+        assert texts[-1] == front.decoded(front.answer_ids[:max_tokens])
+    assert any(text.endswith("\ufffd") for text in texts), "some cut lies inside the emoji"
+    await front.settle()
+
+
+async def test_decode_may_end_for_length_by_itself(front: Front) -> None:
+    front.cluster.decode[0].faults.append("length 1")
+    deltas = await front.generate()
+    assert tokens_of(deltas) == front.answer_ids[:2]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await front.settle()
+
+
+async def test_ttft_parts_add_up_and_spans_lie_inside_the_request(front: Front) -> None:
+    deltas = await front.generate()
+    parts = deltas[0].ttft_parts
+    assert parts is not None
+    assert all(delta.ttft_parts is None for delta in deltas[1:])
+    values = dataclasses.asdict(parts)
+    ttft_s = values.pop("ttft_s")
+    assert sum(values.values()) == pytest.approx(ttft_s, abs=1e-9)
+    assert all(value >= 0 for value in values.values())
+    await front.settle()
+    timeline = front.conductor.timeline("r1")
+    assert timeline is not None
+    assert timeline.ttft_parts == parts
+    assert timeline.outcome == "stop"
+    assert {"tokenize", "route", "prefill call", "handoff", "decode", "chunk", "pull"} <= {
+        s.name for s in timeline.spans
+    }
+    for span in timeline.spans:
+        assert 0 <= span.start_s <= span.end_s <= timeline.duration_s, span
+    by_name = {span.name: span for span in timeline.spans}
+    call = by_name["prefill call"]
+    assert call.start_s <= by_name["chunk"].start_s <= call.end_s, "work of stage 0 begins when the call arrives there"
+
+
+@pytest.mark.parametrize("fault", ["lost", "lost after first", "ends", "missing"])
+async def test_prefill_fault_is_redone_without_repeat_or_gap(front: Front, fault: str) -> None:
+    front.cluster.prefill[0].faults.append(fault)
+    deltas = await front.generate()
+    assert text_of(deltas) == ANSWER_TEXT
+    assert tokens_of(deltas) == [*front.answer_ids, *front.conductor.model.eos_token_ids]
+    sent = front.answer_ids[:1] if fault == "lost after first" else []
+    assert front.cluster.prompts() == [front.prompt_ids, [*front.prompt_ids, *sent]]
+    calls = front.cluster.prefill[0].calls
+    assert [(call.epoch, call.output_idx) for call in calls] == [(1, 0), (2, len(sent))]
+    assert calls[0].sampling == calls[1].sampling
+    await front.settle()
+    assert sorted(epoch for _, epoch in front.cluster.store.released) == [1, 2]
+    assert front.metric("conductor_requests_total", outcome="stop") == 1
+
+
+@pytest.mark.parametrize(("fault", "num_sent"), [("lost 3", 4), ("missing", 1), ("lost 0", 1)])
+async def test_decode_fault_continues_after_what_the_client_has(front: Front, fault: str, num_sent: int) -> None:
+    front.cluster.decode[0].faults.append(fault)
+    deltas = await front.generate()
+    assert text_of(deltas) == ANSWER_TEXT
+    assert front.cluster.prompts() == [front.prompt_ids, [*front.prompt_ids, *front.answer_ids[:num_sent]]]
+    assert deltas[-1].usage.prompt_tokens == len(front.prompt_ids)
+    await front.settle()
+
+
+async def test_lost_node_is_replaced_by_another(model_dir: Path) -> None:
+    async with open_front(model_dir, num_prefill=2, num_decode=2) as front:
+        for node in front.cluster.prefill:
+            node.may_sample.clear()
+        running = asyncio.create_task(front.generate())
+        await until(lambda: any(node.open for node in front.cluster.prefill))
+        lost, other = sorted(front.cluster.prefill, key=lambda node: not node.open)
+        other.may_sample.set()
+        await front.cluster.stop(lost.node_id)
+        assert text_of(await running) == ANSWER_TEXT
+        assert len(other.calls) == 1
+        await until(lambda: front.conductor.num_active == 0)
+
+
+async def test_request_waits_for_a_node_to_come_back_until_its_deadline(front: Front) -> None:
+    decode = front.cluster.decode[0]
+    decode.may_step.clear()
+    running = asyncio.create_task(front.generate())
+    await until(lambda: bool(decode.opened) and front.metric("conductor_output_tokens_total") >= 1)
+    record = front.cluster.registry.records["decode-0"]
+    await front.cluster.registry.remove("decode-0")
+    await front.cluster.stop("decode-0")
+    await until(lambda: front.metric("conductor_retries_total", reason="NodeLost") == 1)
+    assert not running.done()
+    decode.may_step.set()
+    await front.cluster.serve(
+        "decode-0", "decode", decode_pb2_grpc.add_DecodeServicer_to_server, decode, "moontide.v1.Decode"
+    )
+    assert front.cluster.registry.records["decode-0"].address != record.address
+    assert text_of(await running) == ANSWER_TEXT
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_named(model_dir: Path) -> None:
+    async with open_front(model_dir, max_attempts=3) as front:
+        front.cluster.prefill[0].faults.extend(["lost"] * 5)
+        with pytest.raises(NodeLost, match=r"gave up after 3 attempts.*stage 1 is gone"):
+            await front.generate()
+        assert len(front.cluster.prefill[0].calls) == 3
+        await front.settle()
+        assert front.metric("conductor_requests_total", outcome="NodeLost") == 1
+
+
+async def test_refusal_goes_to_another_group_or_to_the_client(model_dir: Path) -> None:
+    async with open_front(model_dir, num_prefill=2) as front:
+        for node in front.cluster.prefill:
+            node.faults.append("rejected")
+        with pytest.raises(Rejected, match="queue is full"):
+            await front.generate()
+        assert [len(node.calls) for node in front.cluster.prefill] == [1, 1]
+        front.cluster.prefill[0].faults.append("rejected")
+        for request_id in ("a", "b", "c"):
+            assert text_of(await front.generate(request_id=request_id)) == ANSWER_TEXT
+        await front.settle()
+
+
+async def test_deadline_ends_a_request_that_hangs(front: Front) -> None:
+    front.cluster.decode[0].may_step.clear()
+    with pytest.raises(DeadlineExceeded):
+        await front.generate(timeout_s=0.5)
+    await front.settle()
+    assert front.metric("conductor_requests_total", outcome="DeadlineExceeded") == 1
+
+
+@pytest.mark.parametrize("moment", ["prefill", "sealing", "decode"])
+async def test_closing_the_iterator_cancels_every_node(front: Front, moment: str) -> None:
+    prefill, decode = front.cluster.prefill[0], front.cluster.decode[0]
+    gate = {"prefill": prefill.may_sample, "sealing": prefill.may_complete, "decode": decode.may_step}[moment]
+    gate.clear()
+    if moment == "prefill":
+        running = asyncio.create_task(front.generate())
+        await until(lambda: bool(prefill.open) and bool(decode.open))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    else:
+        async with aclosing(front.conductor.generate(front.submission())) as deltas:
+            await anext(deltas)
+            if moment == "decode":
+                await until(lambda: bool(prefill.completed))
+    await front.settle()
+    assert len(decode.cancelled) == 1
+    assert len(prefill.cancelled) == (0 if moment == "decode" else 1)
+    timeline = front.conductor.timeline("r1")
+    assert timeline is not None
+    assert timeline.outcome == "cancelled"
+    assert front.metric("conductor_requests_total", outcome="cancelled") == 1
+
+
+async def test_cancel_at_any_moment_leaves_nothing(front: Front) -> None:
+    """Each request is cancelled one turn of the event loop later than the one before."""
+    for num_turns in range(60):
+        running = asyncio.create_task(front.generate(request_id=f"r{num_turns}"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await front.settle()
+    assert text_of(await front.generate()) == ANSWER_TEXT
+
+
+async def test_reservation_is_renewed_while_decode_has_not_pulled(front: Front) -> None:
+    prefill = front.cluster.prefill[0]
+    prefill.may_complete.clear()
+    running = asyncio.create_task(front.generate())
+    await until(lambda: len(front.cluster.store.renewed) >= 3)
+    prefill.may_complete.set()
+    await running
+    await front.settle()
+
+
+async def test_many_requests_share_one_session_and_leave_nothing(front: Front) -> None:
+    async def one(number: int) -> str:
+        async with aclosing(front.conductor.generate(front.submission(request_id=f"r{number}"))) as deltas:
+            text = ""
+            async for delta in deltas:
+                text += delta.text
+                if number % 3 == 0 and len(text) > number:
+                    break
+            return text
+
+    texts = await asyncio.gather(*(one(number) for number in range(30)))
+    assert all(text == ANSWER_TEXT for number, text in enumerate(texts) if number % 3)
+    await front.settle()
+    assert front.cluster.decode[0].num_sessions == 1
+    total = sum(front.metric("conductor_requests_total", outcome=o) for o in ("stop", "cancelled"))
+    assert total == 30
+
+
+async def test_equal_client_ids_stay_apart_on_the_nodes(front: Front) -> None:
+    results = await asyncio.gather(front.generate(request_id="same"), front.generate(request_id="same"))
+    assert [text_of(deltas) for deltas in results] == [ANSWER_TEXT] * 2
+    await front.settle()
+
+
+@pytest.mark.parametrize(("role", "node_id"), [("prefill", "prefill-0"), ("decode", "decode-0"), ("store", "store-0")])
+async def test_new_request_without_nodes_is_refused_at_once(front: Front, role: str, node_id: str) -> None:
+    await front.cluster.registry.remove(node_id)
+    assert role in (front.conductor.not_ready() or "")
+    with pytest.raises(NoCapacity, match=role):
+        await front.generate()
+
+
+async def test_too_many_requests_are_refused(model_dir: Path) -> None:
+    async with open_front(model_dir, max_active_requests=1) as front:
+        front.cluster.decode[0].may_step.clear()
+        running = asyncio.create_task(front.generate())
+        await until(lambda: front.conductor.num_active == 1)
+        with pytest.raises(Rejected, match=r"conductor\.max_active_requests"):
+            await front.generate()
+        front.cluster.decode[0].may_step.set()
+        await running
+        await front.settle()
+
+
+async def test_drain_refuses_new_requests_and_finishes_running_ones(front: Front) -> None:
+    front.cluster.decode[0].may_step.clear()
+    running = asyncio.create_task(front.generate())
+    await until(lambda: bool(front.cluster.prefill[0].completed))
+    drain = asyncio.create_task(front.conductor.drain(10.0))
+    await until(lambda: front.conductor.not_ready() is not None)
+    with pytest.raises(NoCapacity, match="shutting down"):
+        await front.generate()
+    front.cluster.decode[0].may_step.set()
+    assert text_of(await running) == ANSWER_TEXT
+    await drain
+
+
+async def test_prompt_and_answer_must_fit_the_context(front: Front) -> None:
+    prompt = TokenPrompt(token_ids=np.zeros(500, np.uint32))
+    with pytest.raises(PromptTooLong, match=r"500 tokens \+ max_tokens=13 exceeds the context of 512"):
+        await front.generate(prompt=prompt, max_tokens=13)
+    deltas = await front.generate(prompt=prompt, max_tokens=12)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    deltas = await front.generate(prompt=TokenPrompt(token_ids=np.zeros(510, np.uint32)), max_tokens=None)
+    assert deltas[-1].usage.completion_tokens == 2, "the default is what the context leaves when that is less"
+
+
+async def test_chat_is_rendered_with_the_template(front: Front) -> None:
+    prompt = ChatPrompt(messages=[ChatMessage(role="user", content="hello")])
+    await front.generate(prompt=prompt)
+    tokenizer = front.conductor.tokenizer
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert front.cluster.prompts() == [tokenizer.encode_blocking(text, add_special_tokens=False).tolist()]
+
+
+async def test_unexpected_error_ends_the_request_as_internal(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: object) -> None:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(front.conductor, "_choose_among", broken)
+    with pytest.raises(MoontideError, match="RuntimeError: surprise"):
+        await front.generate()
+    assert front.metric("conductor_requests_total", outcome="Internal") == 1
+    await front.settle()
