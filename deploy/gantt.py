@@ -1,0 +1,181 @@
+"""Pictures of one request: bars in the terminal, Chrome-trace JSON for Perfetto, and the table of the parts of TTFT (all pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from moontide.timeline import Span, Timeline, TtftParts
+
+SHADES = ("█", "▒")
+"""Neighbouring bars of a row differ, so that the border between two chunks is seen."""
+LABEL_WIDTH = 18
+PART_NAMES = ("tokenize_s", "route_s", "dispatch_s", "queue_s", "fetch_s", "prefill_s", "detokenize_s")
+TICKS = 4
+_NUMBERED = re.compile(r"(.*\S) (\d+)")
+"""Spans "chunk 0", "chunk 1", ... share a row; the number is drawn into the bar."""
+_COMPUTE_TRACK = re.compile(r"stage (\d+)")
+
+
+def render_gantt(spans: Sequence[Span], *, width: int = 100) -> str:
+    """One row per track and kind of work, stages first; numbers in the bars count the chunks of a row.
+
+    `width`: columns of the whole picture.
+    """
+    if not spans:
+        return "(no spans)"
+    columns = max(20, width - LABEL_WIDTH - 1)
+    end_s = max(span.end_s for span in spans)
+    scale = columns / end_s if end_s > 0 else 0.0
+    rows: dict[str, list[Span]] = {}
+    for span in spans:
+        rows.setdefault(_label(span), []).append(span)
+    lines = [_axis(end_s, columns)]
+    for label, members in sorted(rows.items(), key=lambda row: (_track_order(row[1][0].track), row[1][0].start_s)):
+        bars = _row(sorted(members, key=lambda span: span.start_s), columns, scale)
+        lines.append(f"{label[:LABEL_WIDTH]:<{LABEL_WIDTH}} {bars}".rstrip())
+    return "\n".join(lines)
+
+
+def overlap_s(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Seconds in which a span of each side is active."""
+    total = 0.0
+    for a_start, a_end in _merged(first):
+        for b_start, b_end in _merged(second):
+            total += max(0.0, min(a_end, b_end) - max(a_start, b_start))
+    return total
+
+
+def busy_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one span is active."""
+    return sum(end - start for start, end in _merged(spans))
+
+
+def stage_chunks(timeline: Timeline) -> list[list[Span]]:
+    """The compute spans of each pipeline stage, in order of stage and time."""
+    stages: dict[int, list[Span]] = {}
+    for span in timeline.spans:
+        match = _COMPUTE_TRACK.fullmatch(span.track)
+        if match:
+            stages.setdefault(int(match.group(1)), []).append(span)
+    return [sorted(stages[idx], key=lambda span: span.start_s) for idx in sorted(stages)]
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as a Chrome trace: load the JSON in https://ui.perfetto.dev."""
+    tracks = sorted({span.track for span in timeline.spans}, key=_track_order)
+    thread_ids = {track: idx + 1 for idx, track in enumerate(tracks)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"request {timeline.request_id}"}}
+    ]
+    for track, thread_id in thread_ids.items():
+        events.append({"ph": "M", "pid": 1, "tid": thread_id, "name": "thread_name", "args": {"name": track}})
+        events.append(
+            {"ph": "M", "pid": 1, "tid": thread_id, "name": "thread_sort_index", "args": {"sort_index": thread_id}}
+        )
+    for span in timeline.spans:
+        args = {"first_token": span.first_token, "num_tokens": span.num_tokens} if span.num_tokens else {}
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": thread_ids[span.track],
+                "name": span.name,
+                "cat": span.track,
+                "ts": round(span.start_s * 1e6, 3),
+                "dur": round(span.duration_s * 1e6, 3),
+                "args": args,
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def ttft_table(parts: TtftParts) -> str:
+    """The parts of TTFT, their sum and the measured value."""
+    values = {name: float(getattr(parts, name)) for name in PART_NAMES}
+    total_s = sum(values.values())
+    lines = ["TTFT part        ms      %"]
+    for name, value_s in values.items():
+        percent = 100 * value_s / total_s if total_s else 0.0
+        lines.append(f"  {name.removesuffix('_s'):<11}{value_s * 1e3:>9.1f}{percent:>7.1f}")
+    difference_ms = (total_s - parts.ttft_s) * 1e3
+    lines.append(f"  {'sum':<11}{total_s * 1e3:>9.1f}")
+    lines.append(
+        f"  {'measured':<11}{parts.ttft_s * 1e3:>9.1f}   (arrival -> first token; difference {difference_ms:+.1f} ms)"
+    )
+    return "\n".join(lines)
+
+
+def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        if merged and span.start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end_s))
+        else:
+            merged.append((span.start_s, span.end_s))
+    return merged
+
+
+def _label(span: Span) -> str:
+    """A track with chunks needs no more than its name; elsewhere the kind of work makes the row."""
+    match = _NUMBERED.fullmatch(span.name)
+    kind = match.group(1) if match else span.name
+    return span.track if kind == "chunk" or span.track.endswith(kind) else f"{span.track} {kind}"
+
+
+def _row(spans: Sequence[Span], columns: int, scale: float) -> str:
+    """Each bar has at least one cell and ends where the next one begins, so that bars which round into each other stay apart."""
+    cells = [" "] * columns
+    starts = [min(columns - 1, int(span.start_s * scale)) for span in spans]
+    for idx, (span, start, following) in enumerate(zip(spans, starts, [*starts[1:], columns], strict=True)):
+        stop = max(start + 1, min(round(span.end_s * scale), following))
+        cells[start:stop] = SHADES[idx % len(SHADES)] * (stop - start)
+        match = _NUMBERED.fullmatch(span.name)
+        number = match.group(2) if match else ""
+        if number and stop - start > len(number) + 1:
+            cells[start + 1 : start + 1 + len(number)] = number
+    return "".join(cells[:columns])
+
+
+def _axis(end_s: float, columns: int) -> str:
+    cells = [" "] * (columns + 8)
+    for tick in range(TICKS + 1):
+        label = f"{end_s * tick / TICKS:.2f}s"
+        at = round(columns * tick / TICKS) - (len(label) if tick == TICKS else 0)
+        cells[at : at + len(label)] = label
+    return " " * (LABEL_WIDTH + 1) + "".join(cells).rstrip()
+
+
+def _track_order(track: str) -> tuple[int, str]:
+    """conductor; the stages by number; what they do beside computing, in the same order; the rest by name."""
+    if track == "conductor":
+        return 0, ""
+    match = re.fullmatch(r"stage (\d+)(.*)", track)
+    if match is None:
+        return 3, track
+    return (2 if match.group(2) else 1), f"{int(match.group(1)):06d}{match.group(2)}"
+
+
+def pipeline_sentence(timeline: Timeline) -> str | None:
+    """What the picture proves, in numbers; None with fewer than two stages or chunks."""
+    stages = stage_chunks(timeline)
+    if len(stages) < 2 or len(stages[0]) < 2:
+        return None
+    both_s = overlap_s(stages[0], stages[1])
+    ideal_s = busy_s(stages[0][1:])
+    chunk = next(
+        (
+            idx
+            for idx, (a, b) in enumerate(pairwise(stages[0]))
+            if idx < len(stages[1]) and overlap_s([b], [stages[1][idx]])
+        ),
+        None,
+    )
+    if chunk is None:
+        return "The stages did not work at the same time."
+    return (
+        f"While stage 1 computed chunk {chunk}, stage 0 already computed chunk {chunk + 1} of the same prompt: "
+        f"both were busy for {both_s:.2f} s, {100 * both_s / ideal_s:.0f} % of what {len(stages[0])} chunks allow."
+    )

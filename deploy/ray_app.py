@@ -1,0 +1,201 @@
+"""Ray places and supervises the nodes: one placement group per prefill group with an actor per stage, one actor per decode and conductor.
+
+A process of its own (`python -m deploy.ray_app PLAN.json`) is the driver. An actor runs one service in its main thread, just as
+`python -m <service>` does, and logs to the same file; when it dies Ray starts it again. The service's own way to end tells what to do:
+
+    exit code 2   its settings are wrong: the driver ends with code 2
+    anything else the actor's process ends, and Ray starts another one
+    SIGTERM       drain; the driver sends it, conductors first
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moontide.log import get_logger, setup_logging
+
+PLACE_TIMEOUT_S = 60.0
+STEADY_S = 10.0
+RESTART_DELAY_S = 1.0
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""Ray's smallest: nothing of ours travels through it."""
+EXIT_CONFIG_ERROR = 2
+
+log = get_logger(__name__)
+
+
+class NodeActor:
+    """One service process. Ray calls `run` again after every restart."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = spec
+        os.environ.update(spec["env"])
+        fd = os.open(spec["log_path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+        with Path(spec["pid_path"]).open("a") as pids:
+            pids.write(f"{os.getpid()}\n")
+
+    def run(self) -> int:
+        """Serve until SIGTERM or a wrong setting; returns the exit code, 0 or 2. Any other end is the end of this process."""
+        began_s = time.monotonic()
+        code = run_module(self._spec["module"], ["--config", self._spec["config_path"]])
+        if code in (0, EXIT_CONFIG_ERROR):
+            return code
+        if time.monotonic() - began_s < STEADY_S:
+            time.sleep(RESTART_DELAY_S)
+        os._exit(1)
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """What `python -m module arguments` would do; returns its exit code."""
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        log.exception("service ended", module=module)
+        return 1
+    return 0
+
+
+class Driver:
+    """Owns the Ray cluster of one plan."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._stopping = False
+        self._actors: dict[str, Any] = {}
+        self._runs: dict[Any, str] = {}
+
+    def start(self) -> None:
+        """Start Ray and every actor. Raises: ray.exceptions.RayError when Ray cannot place them."""
+        specs = self._plan["actors"]
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            num_cpus=len(specs),
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=self._plan["ray_dir"],
+        )
+        log.info("ray runs", directory=self._plan["ray_dir"])
+        groups: dict[str, list[Mapping[str, Any]]] = {}
+        for spec in specs:
+            groups.setdefault(spec["group"], []).append(spec)
+        placed = {name: self._place(members) for name, members in groups.items()}
+        ray.get([group.ready() for group in placed.values()], timeout=PLACE_TIMEOUT_S)
+        for name, members in groups.items():
+            for bundle_idx, spec in enumerate(members):
+                self._actors[spec["name"]] = self._actor(spec, placed[name], bundle_idx)
+                self._run(spec["name"])
+
+    def supervise(self) -> int:
+        """Until `stop` or a wrong setting; returns the exit code."""
+        while not self._stopping:
+            done, _ = ray.wait(list(self._runs), timeout=0.5)
+            for ref in done:
+                name = self._runs.pop(ref)
+                code = self._result(name, ref)
+                if self._stopping:
+                    return 0
+                if code == EXIT_CONFIG_ERROR:
+                    log.error("node refused its settings", node=name)
+                    return EXIT_CONFIG_ERROR
+                log.warning("node ended", node=name, code=code)
+                ray.kill(self._actors[name], no_restart=False)
+                self._run(name)
+        return 0
+
+    def request_stop(self, *_signal: object) -> None:
+        self._stopping = True
+
+    def drain(self) -> None:
+        """SIGTERM to conductors, then to the other nodes, each within the time limit."""
+        self._drain([spec for spec in self._plan["actors"] if spec["role"] == "conductor"])
+        self._drain([spec for spec in self._plan["actors"] if spec["role"] != "conductor"])
+
+    def _drain(self, specs: Sequence[Mapping[str, Any]]) -> None:
+        pids = {spec["name"]: current_pid(Path(spec["pid_path"])) for spec in specs}
+        for pid in pids.values():
+            if pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        give_up_s = time.monotonic() + self._plan["drain_timeout_s"]
+        while pids and time.monotonic() < give_up_s:
+            done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0.1)
+            drained = {self._runs[ref] for ref in done}
+            for name, pid in list(pids.items()):
+                if name in drained or pid is None or not Path(f"/proc/{pid}").exists():
+                    del pids[name]
+        for spec in specs:
+            ray.kill(self._actors[spec["name"]], no_restart=True)
+
+    def _place(self, members: Sequence[Mapping[str, Any]]) -> PlacementGroup:
+        bundles = [{"CPU": 1.0} | ({"GPU": float(s["num_gpus"])} if s["num_gpus"] else {}) for s in members]
+        group: PlacementGroup = placement_group(bundles, strategy=self._plan["placement"])
+        return group
+
+    def _actor(self, spec: Mapping[str, Any], group: PlacementGroup, bundle_idx: int) -> Any:
+        options = {
+            "name": spec["name"],
+            "num_cpus": 1,
+            "num_gpus": spec["num_gpus"],
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=bundle_idx
+            ),
+        }
+        return ray.remote(NodeActor).options(**options).remote(dict(spec))
+
+    def _run(self, name: str) -> None:
+        self._runs[self._actors[name].run.remote()] = name
+
+    def _result(self, name: str, ref: Any) -> int:
+        try:
+            return int(ray.get(ref))
+        except ray.exceptions.RayError as error:
+            log.warning("actor failed", node=name, error=str(error))
+            return 1
+
+
+def current_pid(pid_path: Path) -> int | None:
+    """The last line of the file, None before the first start."""
+    pids = pid_path.read_text().split() if pid_path.exists() else []
+    return int(pids[-1]) if pids else None
+
+
+def main(argv: Sequence[str]) -> int:
+    setup_logging("ray")
+    driver = Driver(json.loads(Path(argv[0]).read_text()))
+    driver.start()
+    # Ray installs its own handler for SIGTERM in `init`.
+    signal.signal(signal.SIGTERM, driver.request_stop)
+    code = driver.supervise()
+    if code == 0:
+        driver.drain()
+    ray.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,16 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import RunningCluster, running_cluster
+
+
+@pytest.fixture(scope="session")
+def smollm2_cluster() -> Iterator[RunningCluster]:
+    """The built-in model in float32 on two stages and one decode instance, for tests that break nothing. Started once."""
+    with running_cluster(stages=2) as cluster:
+        yield cluster

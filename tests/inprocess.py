@@ -1,0 +1,220 @@
+"""A whole cluster in one process: real stages, links, gRPC, decode, conductor and Valkey; only the bytes of the store lie in a dict.
+
+Cheap enough to try every model family with every number of stages. Real processes and the real store: tests/cluster.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from conductor.config import ConductorConfig, ConductorSettings
+from conductor.metrics import ConductorMetrics
+from conductor.prefix_index import IndexFollower, PrefixIndex
+from conductor.registry import NodeRegistry
+from conductor.service import Conductor
+from conductor.tokenizer import Tokenizer
+from conductor.validation import GenerateParams, ServedModel, Submission, TokenPrompt, check_request_id
+from decode_node.config import DecodeConfig, DecodeNodeConfig
+from decode_node.service import DecodeNode, start_decode
+from kvstore.access import KvConfig, StoreAccessConfig
+from kvstore.index import KvEvents, KvEventWriter
+from kvstore.node import LocalStoreNode
+from kvstore.pool import PoolState
+from kvstore.service import KvStoreService
+from kvstore.transfer.memory import MemoryStore, MemoryTransfer
+from model_runner.config import ModelConfig
+from moontide.clock import MonotonicClock
+from moontide.config import NodeConfig, RegistryConfig, free_port
+from moontide.deadline import Deadline
+from moontide.registry import Announcer, NodeRecord
+from moontide.rpc import Server
+from moontide.sampling_params import SampledToken
+from moontide.token_ids import pack_token_ids, unpack_token_ids
+from moontide_proto.v1 import kvstore_pb2_grpc
+from prefill_node.config import PrefillConfig, PrefillNodeConfig
+from prefill_node.stage import Stage
+from prefill_node.start import start_stage
+
+HOST = "127.0.0.1"
+READY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got."""
+
+    tokens: list[SampledToken]
+    text: str
+    finish_reason: str
+    cached_tokens: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass
+class InProcessCluster:
+    """One prefill group, one decode instance, one conductor, one store."""
+
+    stages: list[Stage]
+    decode: DecodeNode
+    conductor: Conductor
+    memory: MemoryStore
+    store: LocalStoreNode
+
+    async def generate(self, prompt: Sequence[int], params: GenerateParams) -> Answer:
+        """Serve one prompt of token ids to its end. Raises: MoontideError."""
+        submission = Submission(
+            request_id=check_request_id(""),
+            prompt=TokenPrompt(token_ids=unpack_token_ids(pack_token_ids(prompt))),
+            params=params,
+            arrival_s=self.conductor.clock.now(),
+        )
+        tokens: list[SampledToken] = []
+        text = reason = ""
+        cached = 0
+        async with aclosing(self.conductor.generate(submission)) as deltas:
+            async for delta in deltas:
+                tokens += [output.token for output in delta.tokens]
+                text += delta.text
+                cached = delta.usage.cached_tokens
+                reason = delta.finish_reason.value if delta.finish_reason else reason
+        return Answer(tokens=tokens, text=text, finish_reason=reason, cached_tokens=cached)
+
+    async def generate_all(self, prompts: Sequence[Sequence[int]], params: GenerateParams) -> list[Answer]:
+        """Serve many prompts at once."""
+        return list(await asyncio.gather(*(self.generate(prompt, params) for prompt in prompts)))
+
+
+@asynccontextmanager
+async def inprocess_cluster(
+    model_dir: Path,
+    *,
+    stages: int,
+    registry_url: str,
+    block_tokens: int = 16,
+    chunk_tokens: int = 64,
+    layer_group: int = 1,
+    pool_bytes: int = 1 << 30,
+    num_pages: int = 1024,
+    max_batch: int = 16,
+) -> AsyncIterator[InProcessCluster]:
+    """Start everything, wait until a prompt would be served, close everything."""
+    registry = RegistryConfig(url=registry_url, heartbeat_s=0.2, lease_s=5.0)
+    memory = MemoryStore(pool_bytes, lease_s=0.2)
+    async with AsyncExitStack() as stack:
+        store, store_address = await _start_store(stack, memory, registry, pool_bytes)
+        access = StoreAccessConfig(
+            master_rpc="memory:1", master_http="memory:1", client_address="memory:1", service_address=store_address
+        )
+        model = ModelConfig(name=str(model_dir), dtype="float32")
+        kv = KvConfig(block_tokens=block_tokens, layer_group=layer_group)
+        control_address = f"{HOST}:{free_port()}"
+        running = []
+        for idx in range(stages):
+            config = PrefillNodeConfig(
+                node=NodeConfig(node_id=f"prefill-0-stage-{idx}"),
+                registry=registry,
+                model=model,
+                kv=kv,
+                store=access,
+                prefill=PrefillConfig(
+                    group_id="prefill-0",
+                    stage_idx=idx,
+                    num_stages=stages,
+                    control_address=control_address,
+                    chunk_tokens=chunk_tokens,
+                    num_pages=num_pages,
+                ),
+            )
+            stage = await start_stage(config, transfer=MemoryTransfer(memory), store_node=store)
+            stack.push_async_callback(stage.close)
+            running.append(stage)
+        decode_config = DecodeNodeConfig(
+            node=NodeConfig(node_id="decode-0"),
+            registry=registry,
+            store=access,
+            model=model,
+            kv=kv,
+            decode=DecodeConfig(num_pages=num_pages, max_batch=max_batch),
+        )
+        decode = await start_decode(decode_config, transfer=MemoryTransfer(memory), store_node=store)
+        stack.push_async_callback(decode.close)
+        conductor = await _start_conductor(stack, model_dir, registry)
+        deadline = Deadline.after(READY_TIMEOUT_S, MonotonicClock())
+        while (reason := conductor.not_ready()) is not None:
+            assert not deadline.expired, f"not ready: {reason}"
+            await asyncio.sleep(0.02)
+        yield InProcessCluster(running, decode, conductor, memory, store)
+
+
+async def _start_store(
+    stack: AsyncExitStack, memory: MemoryStore, registry: RegistryConfig, pool_bytes: int
+) -> tuple[LocalStoreNode, str]:
+    pool = PoolState(capacity_bytes=pool_bytes * 9 // 10, clock=MonotonicClock())
+    events = KvEventWriter(
+        registry, node_id="kvstore-0", boot_id="boot", snapshot=lambda: pool.sealed_runs(max_blocks=256)
+    )
+    stack.push_async_callback(events.close)
+    await events.heal()
+    node = LocalStoreNode(pool, MemoryTransfer(memory), node_id="kvstore-0", boot_id="boot", events=events)
+    stack.push_async_callback(node.close)
+    janitor = asyncio.create_task(node.run())
+    stack.push_async_callback(_cancel, janitor)
+    server = Server()
+    service = KvStoreService(node, node_id="kvstore-0", boot_id="boot")
+    server.add(kvstore_pb2_grpc.add_KvStoreServicer_to_server, service, "moontide.v1.KvStore")
+    stack.push_async_callback(server.close)
+    address = f"{HOST}:{await server.start(HOST, 0)}"
+    record = NodeRecord(
+        node_id="kvstore-0",
+        role="kvstore",
+        address=address,
+        http_address=address,
+        boot_id="boot",
+        host_id=socket.gethostname(),
+    )
+    announcer = Announcer(registry, lambda: record)
+    stack.push_async_callback(announcer.close)
+    await announcer.start()
+    return node, address
+
+
+async def _start_conductor(stack: AsyncExitStack, model_dir: Path, registry_config: RegistryConfig) -> Conductor:
+    clock, metrics, index = MonotonicClock(), ConductorMetrics(CollectorRegistry()), PrefixIndex()
+    config = ConductorConfig(
+        node=NodeConfig(node_id="conductor-0"),
+        registry=registry_config,
+        conductor=ConductorSettings(model_dir=model_dir, served_model_name="tiny"),
+    )
+    registry = NodeRegistry(registry_config, clock, metrics)
+    stack.push_async_callback(registry.close)
+    follower = IndexFollower(index, KvEvents(registry_config), metrics)
+    stack.push_async_callback(follower.close)
+    conductor = Conductor(
+        config,
+        model=ServedModel.load(model_dir, "tiny"),
+        tokenizer=Tokenizer.load(model_dir),
+        registry=registry,
+        index=index,
+        metrics=metrics,
+        clock=clock,
+    )
+    stack.push_async_callback(conductor.close)
+    await registry.start()
+    follower.start()
+    conductor.start()
+    return conductor
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

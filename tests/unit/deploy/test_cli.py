@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from deploy.local import describe_code, start_error
+from deploy.ray_app import current_pid, run_module
+from moontide.errors import ConfigError
+from moontide.log import get_logger
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (("up", "--set", "prefil.chunk_tokens=2"), "unknown setting 'prefil'"),
+        (("up", "--config", "/nowhere.yaml"), "cannot read config file /nowhere.yaml"),
+        (("up", "--stages", "0"), "deploy.stages=0 must be at least 1"),
+        (("up", "--stages", "two"), "invalid int value"),
+        (("up", "--dtype", "int8"), "choose one of auto, float32, bfloat16"),
+        (("up", "--load-format", "gguf"), "choose one of safetensors, dummy"),
+        (("up", "--http-port", "99999"), "no TCP port"),
+        (("up", "--model", "/nowhere"), "give the path of a Hugging Face directory"),
+        (("generate", "hello", "--prompt-file", "x"), "leave one of them out"),
+        (("generate", "--prompt-file", "/nowhere.txt"), "cannot read --prompt-file /nowhere.txt"),
+        (("generate", "hello", "--seed", "-1"), "does not fit"),
+        (("model-path", "/nowhere"), "give the path of a Hugging Face directory"),
+        (("timeline",), "REQUEST_ID"),
+        ((), "COMMAND"),
+    ],
+)
+def test_wrong_command_line_ends_with_2_and_one_clear_line(
+    argv: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert code == 2
+    assert out == ""
+    assert part in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [("generate", "hello"), ("status",), ("timeline", "r1")])
+def test_nobody_at_the_address_is_said_with_the_way_out(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *command, "--address", "127.0.0.1:1")
+    assert code == 1
+    assert out == ""
+    assert "no cluster answers at 127.0.0.1:1" in err
+    assert "moontide up" in err
+
+
+def test_prompt_that_is_no_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"ab\xff")
+    code, _, err = run(capsys, "generate", "--prompt-file", str(path))
+    assert code == 2
+    assert "no valid UTF-8" in err
+    assert "at byte 2" in err
+
+
+def test_prompt_on_a_terminal_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    code, _, err = run(capsys, "generate")
+    assert code == 2
+    assert "no prompt" in err
+
+
+def test_options_are_short_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "up", "--stages", "3", "--chunk-tokens", "256", "--model", "m", "--set", "deploy.decode=2", "--print-config"
+    )  # fmt: skip
+    assert code == 0
+    assert "stages: 3" in out
+    assert "chunk_tokens: 256" in out
+    assert "name: m" in out
+    assert "decode: 2" in out
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "up", "--help-config")
+    assert code == 0
+    assert all(
+        name in out for name in ("prefill.chunk_tokens", "deploy.stages", "kvstore.pool_bytes", "decode.max_batch")
+    )
+
+
+def test_reason_of_a_service_is_found_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        get_logger("x").error("cannot start", error=str(ConfigError("stages=9 is more than 6 layer groups; use 6")))
+    assert start_error(f"noise\n{caplog.messages[0]}\n") == "stages=9 is more than 6 layer groups; use 6"
+    assert start_error("error: unknown setting 'x'; known here: y\n") == "unknown setting 'x'; known here: y"
+    assert start_error("all is well\n") is None
+
+
+def test_codes_are_named() -> None:
+    assert describe_code(1) == "exit code 1"
+    assert describe_code(-9) == "signal SIGKILL"
+
+
+def test_module_runs_in_this_process_and_gives_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["before"])
+    report = tmp_path / "argv.json"
+    (tmp_path / "some_service.py").write_text(
+        "import json, pathlib, sys\n"
+        "if __name__ == '__main__':\n"
+        f"    pathlib.Path({str(report)!r}).write_text(json.dumps(sys.argv[1:]))\n"
+        "    sys.exit(2)\n"
+    )
+    assert run_module("some_service", ["--config", "x"]) == 2
+    assert json.loads(report.read_text()) == ["--config", "x"]
+    (tmp_path / "broken_service.py").write_text("raise RuntimeError('no')\n")
+    assert run_module("broken_service", []) == 1
+
+
+def test_last_start_is_the_current_process(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    assert current_pid(path) is None
+    path.write_text("12\n34\n")
+    assert current_pid(path) == 34
