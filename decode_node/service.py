@@ -34,14 +34,14 @@ from decode_node.requests import (
     WorkSpan,
 )
 from kvstore.client import StoreClient, StoreNodeClient
-from kvstore.layout import KVLayout, choose_layer_group
+from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
 from kvstore.transfer.base import Transfer
-from kvstore.transfer.mooncake import MooncakeTransfer
+from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
-from model_runner.model_source import ModelInfo, ModelSource, load_model_info, resolve_model
+from model_runner.model_source import describe_model
 from model_runner.runner import StageRunner
-from model_runner.stage import StageSpec, default_dtype
+from model_runner.stage import StageSpec
 from moontide.clock import MonotonicClock
 from moontide.errors import BadRequest, MoontideError, Rejected
 from moontide.log import get_logger
@@ -125,15 +125,15 @@ class DecodeNode:
         http_port = await health.start(config.node.host, config.node.http_port)
         self.http_address = f"{config.node.host}:{http_port}"
 
-        source, info = await asyncio.to_thread(_find_model, config)
-        self.layout = _layout(config, info)
+        described = await asyncio.to_thread(describe_model, config.model, config.kv)
+        source, info, self.layout = described.source, described.info, described.layout
         spec = StageSpec(
             stage_idx=0, num_stages=1, start_layer=0, end_layer=info.num_layers, num_layers=info.num_layers
         )
         num_pages = config.decode.resolve_num_pages(max_context=info.max_context, block_tokens=config.kv.block_tokens)
         arena_bytes = PagedKVCache.arena_bytes(self.layout, spec, num_pages)
         if transfer is None:
-            transfer = await asyncio.to_thread(_attach, config, arena_bytes)
+            transfer = await attach(config.store, arena_bytes=arena_bytes)
             self._stack.callback(transfer.close)
         if store_node is None:
             store_node = StoreNodeClient(config.store.service_address)
@@ -392,32 +392,3 @@ def _spans_to_proto(spans: Sequence[WorkSpan]) -> list[common_pb2.Span]:
         )
         for span in spans
     ]
-
-
-def _find_model(config: DecodeNodeConfig) -> tuple[ModelSource, ModelInfo]:
-    model = config.model
-    source = resolve_model(model.name, load_format=model.load_format)
-    dtype = default_dtype(model.device) if model.dtype == "auto" else model.dtype
-    return source, load_model_info(source, dtype=dtype)
-
-
-def _layout(config: DecodeNodeConfig, info: ModelInfo) -> KVLayout:
-    def layout(layer_group: int) -> KVLayout:
-        return KVLayout(
-            model_fingerprint=info.fingerprint,
-            num_layers=info.num_layers,
-            num_planes=info.num_planes,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
-            dtype=info.dtype,
-            block_tokens=config.kv.block_tokens,
-            layer_group=layer_group,
-        )
-
-    return layout(config.kv.layer_group or choose_layer_group(info.num_layers, layout(1).layer_bytes))
-
-
-def _attach(config: DecodeNodeConfig, arena_bytes: int) -> MooncakeTransfer:
-    return MooncakeTransfer(
-        client_address=config.store.client_address, master_http=config.store.master_http, arena_bytes=arena_bytes
-    )

@@ -23,6 +23,7 @@ from deploy.gantt import chrome_trace, pipeline_sentence, render_gantt, ttft_tab
 from deploy.local import LocalCluster, StartFailed
 from deploy.model import prepare_model
 from moontide.client import ChatTurn, GenerateOptions, MoontideClient, Usage
+from moontide.clock import MonotonicClock
 from moontide.config import describe, to_tree
 from moontide.errors import BadRequest, ConfigError, MoontideError, NodeLost
 from moontide.timeline import Timeline, TtftParts
@@ -156,7 +157,7 @@ def generate(args: argparse.Namespace, _console: Console) -> int:
             print()
             print(f"request {answer.request_id}: {usage_sentence(answer.usage)}")
             if answer.parts is not None:
-                print(ttft_table(answer.parts))
+                print(ttft_table(answer.parts, client_ttft_s=answer.client_ttft_s))
             print(f"more: {program_name()} timeline {answer.request_id}{_address_option(args)}")
         return 0
 
@@ -170,19 +171,25 @@ class Answer:
     request_id: str
     usage: Usage
     parts: TtftParts | None
+    client_ttft_s: float
+    """Call - first token, measured here on an open connection."""
 
 
 async def stream_answer(client: MoontideClient, prompt: str | Sequence[ChatTurn], params: GenerateOptions) -> Answer:
     """Print the text as it comes. Raises: MoontideError."""
-    request_id, parts = "", None
+    await client.connect()
+    clock = MonotonicClock()
+    started_s = clock.now()
+    request_id, parts, client_ttft_s = "", None, 0.0
     usage = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
     async for chunk in client.generate(prompt, params=params):
         request_id = chunk.request_id or request_id
-        parts = chunk.ttft_parts or parts
+        if chunk.ttft_parts is not None:
+            parts, client_ttft_s = chunk.ttft_parts, clock.now() - started_s
         usage = chunk.usage or usage
         print(chunk.text, end="", flush=True)
     print(flush=True)
-    return Answer(request_id=request_id, usage=usage, parts=parts)
+    return Answer(request_id=request_id, usage=usage, parts=parts, client_ttft_s=client_ttft_s)
 
 
 def status(args: argparse.Namespace, _console: Console) -> int:

@@ -73,7 +73,7 @@ async def _ask(cluster: LocalCluster, document: str, console: Console) -> None:
         print(SMALL_PRINT)
         console.heading("Where the time to the first token went")
         if first.parts is not None:
-            print(ttft_table(first.parts))
+            print(ttft_table(first.parts, client_ttft_s=first.client_ttft_s))
         console.heading("What every part did, over time (numbers are the chunks of the prompt)")
         print_timeline(found, console, with_parts=False)
 

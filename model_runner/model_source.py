@@ -5,15 +5,18 @@ Reads config files and samples of the weights, never a whole tensor; builds no m
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from kvstore.access import KvConfig
+from kvstore.layout import KVLayout, choose_layer_group
 from model_runner import builtin_model
-from model_runner.config import LOAD_FORMATS
+from model_runner.config import LOAD_FORMATS, ModelConfig
 from model_runner.kv_cache import TORCH_DTYPES
+from model_runner.stage import default_dtype
 from moontide.errors import ModelError
 
 SUPPORTED_MODEL_TYPES = (
@@ -225,3 +228,31 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} holds no JSON object; copy it again from the model's repository")
     return content
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """A model as it is served: where it comes from, what it is, and the shape of its stored KV."""
+
+    source: ModelSource
+    info: ModelInfo
+    layout: KVLayout
+
+
+def describe_model(model: ModelConfig, kv: KvConfig) -> DescribedModel:
+    """Resolve the settings that say "automatic". Raises: ModelError when the model cannot be served."""
+    source = resolve_model(model.name, load_format=model.load_format)
+    dtype = default_dtype(model.device) if model.dtype == "auto" else model.dtype
+    info = load_model_info(source, dtype=dtype)
+    one_layer = KVLayout(
+        model_fingerprint=info.fingerprint,
+        num_layers=info.num_layers,
+        num_planes=info.num_planes,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        dtype=dtype,
+        block_tokens=kv.block_tokens,
+        layer_group=1,
+    )
+    layer_group = kv.layer_group or choose_layer_group(info.num_layers, one_layer.layer_bytes)
+    return DescribedModel(source, info, replace(one_layer, layer_group=layer_group))

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from contextlib import AsyncExitStack
 
 import torch
 from prometheus_client import CollectorRegistry
 
 from kvstore.client import StoreClient, StoreNodeClient
-from kvstore.layout import KVLayout, choose_layer_group
 from kvstore.node import StoreNode
-from kvstore.transfer.base import StoreUnavailable, Transfer
-from kvstore.transfer.mooncake import MooncakeTransfer
+from kvstore.transfer.base import Transfer
+from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
-from model_runner.model_source import ModelInfo, ModelSource, load_model_info, resolve_model
+from model_runner.model_source import describe_model
 from model_runner.runner import StageRunner
-from model_runner.stage import default_dtype, split_layers
-from moontide.errors import ConfigError
-from moontide.log import get_logger
+from model_runner.stage import split_layers
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.stage import Stage
-
-_ATTACH_TIMEOUT_S = 60.0
-"""Longest wait at start for this host's store process."""
-
-log = get_logger(__name__)
 
 
 async def start_stage(
@@ -40,7 +31,8 @@ async def start_stage(
     Raises: ConfigError (ModelError for the model), OSError for ports in use.
     """
     torch.set_num_threads(config.model.threads)
-    source, info, layout = await asyncio.to_thread(_describe_model, config)
+    described = await asyncio.to_thread(describe_model, config.model, config.kv)
+    info, layout = described.info, described.layout
     spec = split_layers(info.num_layers, config.prefill.num_stages, layer_group=layout.layer_group)[
         config.prefill.stage_idx
     ]
@@ -48,7 +40,7 @@ async def start_stage(
     arena_bytes = PagedKVCache.arena_bytes(layout, spec, num_pages)
     async with AsyncExitStack() as opened:
         if transfer is None:
-            transfer = await _attach(config, arena_bytes)
+            transfer = await attach(config.store, arena_bytes=arena_bytes)
             opened.callback(transfer.close)
         if store_node is None:
             store_node = StoreNodeClient(config.store.service_address)
@@ -56,7 +48,7 @@ async def start_stage(
         arena = transfer.allocate(arena_bytes)
         runner = await asyncio.to_thread(
             StageRunner.load,
-            source,
+            described.source,
             spec,
             dtype=info.dtype,
             layout=layout,
@@ -77,43 +69,3 @@ async def start_stage(
         )
     await stage.start()
     return stage
-
-
-def _describe_model(config: PrefillNodeConfig) -> tuple[ModelSource, ModelInfo, KVLayout]:
-    dtype = default_dtype(config.model.device) if config.model.dtype == "auto" else config.model.dtype
-    source = resolve_model(config.model.name, load_format=config.model.load_format)
-    info = load_model_info(source, dtype=dtype)
-    layout = KVLayout(
-        model_fingerprint=info.fingerprint,
-        num_layers=info.num_layers,
-        num_planes=info.num_planes,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=dtype,
-        block_tokens=config.kv.block_tokens,
-        layer_group=1,
-    )
-    layer_group = config.kv.layer_group or choose_layer_group(info.num_layers, layout.layer_bytes)
-    return source, info, dataclasses.replace(layout, layer_group=layer_group)
-
-
-async def _attach(config: PrefillNodeConfig, arena_bytes: int) -> Transfer:
-    """Attach to this host's store process, which may still be on its way up."""
-    try:
-        async with asyncio.timeout(_ATTACH_TIMEOUT_S):
-            while True:
-                try:
-                    return await asyncio.to_thread(
-                        MooncakeTransfer,
-                        client_address=config.store.client_address,
-                        master_http=config.store.master_http,
-                        arena_bytes=arena_bytes,
-                    )
-                except StoreUnavailable as error:
-                    log.info("waiting for the store", reason=str(error))
-                    await asyncio.sleep(1.0)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"no store process answers at store.client_address={config.store.client_address} within {_ATTACH_TIMEOUT_S} s; "
-            "start `python -m kvstore` on this host, or correct the address"
-        ) from error

@@ -6,6 +6,7 @@ once; the library attaches again by itself, arenas included, within about three 
 It can do so for one MooncakeTransfer per process only, because it mixes up the memory of several.
 """
 
+import asyncio
 import ctypes
 import http.client
 import json
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+from kvstore.access import StoreAccessConfig
 from kvstore.transfer.base import (
     Arena,
     GetItem,
@@ -26,6 +28,8 @@ from kvstore.transfer.base import (
     StoreUnavailable,
     check_arena_room,
 )
+from moontide.errors import ConfigError
+from moontide.log import get_logger
 
 _Item = TypeVar("_Item")
 
@@ -34,6 +38,9 @@ _MAX_BATCH = 256
 _INTERNAL_BYTES = 1 << 20
 """The library's own pool and buffer; arenas are allocated beside them."""
 _HTTP_TIMEOUT_S = 1.0
+_ATTACH_TIMEOUT_S = 60.0
+"""Longest wait at start for this host's store process."""
+_ATTACH_RETRY_S = 0.2
 _QUERY_TIMEOUT_S = 5.0
 
 # Codes of the library, from its troubleshooting page.
@@ -43,6 +50,8 @@ _NOT_FOUND = -704
 _EXISTS = -705
 _LEASED = -706
 _RPC_FAILED = -900
+
+log = get_logger(__name__)
 
 
 class MooncakeTransfer:
@@ -162,6 +171,31 @@ class MooncakeTransfer:
             raise StoreUnavailable(f"the store master at {self._master_http} does not answer: {error}") from error
         finally:
             connection.close()
+
+
+async def attach(access: StoreAccessConfig, *, arena_bytes: int) -> MooncakeTransfer:
+    """Attach to this host's store process, which may still be on its way up.
+
+    Raises: ConfigError when none answers within a minute.
+    """
+    try:
+        async with asyncio.timeout(_ATTACH_TIMEOUT_S):
+            while True:
+                try:
+                    return await asyncio.to_thread(
+                        MooncakeTransfer,
+                        client_address=access.client_address,
+                        master_http=access.master_http,
+                        arena_bytes=arena_bytes,
+                    )
+                except StoreUnavailable as error:
+                    log.info("waiting for the store", reason=str(error))
+                    await asyncio.sleep(_ATTACH_RETRY_S)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"no store process answers at store.client_address={access.client_address} within {_ATTACH_TIMEOUT_S} s; "
+            "start `python -m kvstore` on this host, or correct the address"
+        ) from error
 
 
 class _PeerWatch:

@@ -21,7 +21,10 @@ def answer(ttft_s: float, cached: int) -> Answer:
         tokenize_s=0, route_s=0, dispatch_s=0, queue_s=0, fetch_s=0, prefill_s=ttft_s, detokenize_s=0, ttft_s=ttft_s
     )  # fmt: skip
     return Answer(
-        request_id="r", usage=Usage(prompt_tokens=6400, cached_tokens=cached, completion_tokens=80), parts=parts
+        request_id="r",
+        usage=Usage(prompt_tokens=6400, cached_tokens=cached, completion_tokens=80),
+        parts=parts,
+        client_ttft_s=ttft_s,
     )
 
 

@@ -116,3 +116,9 @@ def test_table_sums_its_parts_and_shows_the_measured_value() -> None:
     lines = {line.split()[0]: line.split()[1] for line in ttft_table(PARTS).splitlines()[1:]}
     assert lines["prefill"] == "990.0"
     assert lines["sum"] == lines["measured"] == "1000.0"
+
+
+def test_table_compares_with_what_the_client_measured() -> None:
+    last = ttft_table(PARTS, client_ttft_s=1.002).splitlines()[-1]
+    assert "1002.0" in last
+    assert "by the client; difference +2.0 ms" in last
