@@ -1,0 +1,579 @@
+// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16: attention over paged K/V, and linear layers.
+//
+// One rule holds for everything here: a row's sums run in an order that depends on the row alone (its position, its
+// keys, the weights), never on what else is in the call. So K/V of a prompt have the same bits for any chunk plan, any
+// packing and any number of threads, and a cached prefix equals a recomputed one. It is kept by these means:
+//   - each product of a row is one chain of fused multiply-adds, along pairs of adjacent inputs, in ascending order;
+//   - key blocks start at multiples of kBlockKeys, counted from position 0, and the softmax is updated block by block;
+//   - a key that a row may not see gets the weight zero exactly, so seeing a tile that is all masked changes no bit.
+//
+// Both products are made of one tile: up to 6 rows times 64 columns. vdpbf16ps multiplies pairs of bfloat16 that lie
+// side by side, so the columns (keys, values, weights) are packed as pairs first:
+//   keys    [tile of 64 keys][H/2][64]   pairs of adjacent dimensions
+//   values  [block keys / 2][H]          pairs of adjacent keys
+//   weights [panel of 64 outputs][I/2][64]
+//
+// The caller checks shapes, dtypes and the CPU. Shapes: T rows of the step, N query heads, K KV heads, H head size,
+// I inputs and O outputs of a linear layer.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using bf16 = uint16_t;
+using Pair = uint32_t;  // two bfloat16, the unit that vdpbf16ps multiplies
+
+constexpr int kLanes = 16;        // float32 in one register
+constexpr int kTileColumns = 64;  // four registers
+constexpr int kTileRows = 6;      // 6 x 4 sums + 4 columns + 1 broadcast value: 29 of 32 registers
+constexpr int kBlockKeys = 512;   // packed keys and values of a block stay in the second-level cache
+constexpr int kTilePairs = kTileColumns / 2;
+constexpr int64_t kTaskRows = 768;    // rows that share one packing of the keys; their sums stay in the same cache
+constexpr int64_t kPanelPairs = 1024; // weights of one panel that are met before the next rows: 256 KiB
+constexpr int64_t kPanelRows = 384;   // rows that meet a panel before the next one
+constexpr int kPrefetchPairs = 1024;  // 4 KiB ahead; one row alone is bound by how fast weights arrive
+
+constexpr float kLog2e = 1.44269504f;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+
+// ---------------------------------------------------------------------------------------------------------- products
+
+// out[M][16 * V] = (accumulate ? out : 0) + rows[M][2 * num_pairs] * columns[num_pairs][16 * V]
+template <int M, int V>
+__attribute__((always_inline)) inline void multiply_tile(const bf16* const* rows, const Pair* columns,
+                                                         int64_t column_stride, int64_t num_pairs, float* out,
+                                                         int64_t out_stride, bool accumulate) {
+    __m512 sums[M][V];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < V; j++)
+            sums[i][j] = accumulate ? _mm512_loadu_ps(out + i * out_stride + kLanes * j) : _mm512_setzero_ps();
+    const bf16* row[M];
+    for (int i = 0; i < M; i++) row[i] = rows[i];
+    for (int64_t pair = 0; pair < num_pairs; pair++, columns += column_stride) {
+        __m512bh column[V];
+#pragma GCC unroll 4
+        for (int j = 0; j < V; j++) {
+            _mm_prefetch(reinterpret_cast<const char*>(columns + kPrefetchPairs + kLanes * j), _MM_HINT_T0);
+            column[j] = (__m512bh)_mm512_loadu_si512(columns + kLanes * j);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            int32_t value;
+            std::memcpy(&value, row[i] + 2 * pair, sizeof value);
+            __m512bh broadcast = (__m512bh)_mm512_set1_epi32(value);
+#pragma GCC unroll 4
+            for (int j = 0; j < V; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], broadcast, column[j]);
+        }
+    }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < V; j++) _mm512_storeu_ps(out + i * out_stride + kLanes * j, sums[i][j]);
+}
+
+template <int V>
+void multiply(int num_rows, const bf16* const* rows, const Pair* columns, int64_t column_stride, int64_t num_pairs,
+              float* out, int64_t out_stride, bool accumulate) {
+    switch (num_rows) {
+        case 1: return multiply_tile<1, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 2: return multiply_tile<2, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 3: return multiply_tile<3, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 4: return multiply_tile<4, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 5: return multiply_tile<5, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 6: return multiply_tile<6, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+    }
+}
+
+// How many of `remaining` rows to take next: groups of nearly equal size, for a lone last row reads as much as six.
+int next_group(int64_t remaining) { return static_cast<int>(ceil_div(remaining, ceil_div(remaining, kTileRows))); }
+
+// ----------------------------------------------------------------------------------------------------------- packing
+
+// 16 rows of 16 pairs become 16 columns: out[pair * kTileColumns + row].
+void transpose_pairs(const bf16* const* rows, int64_t first, Pair* out) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + first);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    // Now 128-bit lane l of a[4 * i + c] holds column 4 * l + c of rows 4 * i .. 4 * i + 3.
+    for (int c = 0; c < 4; c++) {
+        __m512i even_low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
+        __m512i odd_low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        __m512i even_high = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i odd_high = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_si512(out + c * kTileColumns, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+        _mm512_storeu_si512(out + (4 + c) * kTileColumns, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+        _mm512_storeu_si512(out + (8 + c) * kTileColumns, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+        _mm512_storeu_si512(out + (12 + c) * kTileColumns, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+    }
+}
+
+// 64 rows of `width` numbers (even) become one tile of columns: out[width / 2][64].
+void pack_columns(const bf16* const* rows, int64_t width, Pair* out) {
+    int64_t whole = width - width % 32;
+    for (int group = 0; group < kTileColumns; group += kLanes) {
+        for (int64_t first = 0; first < whole; first += 32)
+            transpose_pairs(rows + group, first, out + first / 2 * kTileColumns + group);
+        for (int64_t first = whole; first < width; first += 2)
+            for (int i = 0; i < kLanes; i++)
+                std::memcpy(out + first / 2 * kTileColumns + group + i, rows[group + i] + first, sizeof(Pair));
+    }
+}
+
+// Two rows of `width` numbers (a multiple of 32) become pairs: out[width].
+void pack_row_pair(const bf16* even, const bf16* odd, int64_t width, Pair* out) {
+    alignas(64) static const uint16_t kOrder[2][32] = {
+        {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+         8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
+    for (int64_t d = 0; d < width; d += 32) {
+        __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
+        _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(out + d + kLanes, _mm512_permutex2var_epi16(a, high, b));
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- softmax
+
+// 2^t for t <= 0 or a little above, relative error 3e-6; exactly zero below the smallest normal number.
+__m512 exp2(__m512 t) {
+    // "Not less": a NaN stays a NaN, as it does in torch.
+    __mmask16 counts = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 rest = _mm512_sub_ps(t, whole);
+    __m512 power = _mm512_set1_ps(0.00958277f);
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(0.05590623f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(0.24024099f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(0.69312422f));
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(counts, power, whole);
+}
+
+// scores = cap * tanh(scores * inner)
+void soften(float* scores, int64_t count, float inner, float cap) {
+    __m512 doubled = _mm512_set1_ps(2 * kLog2e * inner), most = _mm512_set1_ps(60.0f), one = _mm512_set1_ps(1.0f);
+    for (int64_t j = 0; j < count; j += kLanes) {
+        // tanh(x) = (e^2x - 1) / (e^2x + 1), which is 1 in float32 long before 2^60.
+        __m512 t = _mm512_mul_ps(_mm512_loadu_ps(scores + j), doubled);
+        __m512 grown = exp2(_mm512_min_ps(most, t));
+        __m512 tanh = _mm512_div_ps(_mm512_sub_ps(grown, one), _mm512_add_ps(grown, one));
+        _mm512_storeu_ps(scores + j, _mm512_mul_ps(tanh, _mm512_set1_ps(cap)));
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- attention
+
+struct Segment {        // rows of one request; mirrors a row of `segments` in kernels.py
+    int64_t first_row;  // in the step
+    int64_t num_rows;
+    int64_t start;  // position of the first row
+    int64_t table;  // where its page numbers start in `tables`
+};
+
+struct Pages {  // K/V pages of one layer, as strides in elements; mirrored in kernels.py
+    bf16* base;
+    int64_t page_stride, plane_stride, head_stride, token_stride;
+    int64_t page_tokens;
+};
+
+struct Attention {  // one layer of one step; mirrored in kernels.py
+    Pages pages;
+    const Segment* segments;
+    int64_t num_segments;
+    const int64_t* tables;
+    const bf16* query;  // row and head strides in elements
+    int64_t query_row_stride, query_head_stride;
+    bf16* out;  // [T][N][H]
+    int64_t num_heads, num_kv_heads, head_dim;
+    const float* sinks;  // one per query head, or null
+    float scaling;
+    float softcap;   // 0: none
+    int64_t window;  // 0: none
+};
+
+int64_t row_group(const Attention& call) { return call.num_heads / call.num_kv_heads; }
+
+struct Scratch {  // grows to the largest task of its thread
+    std::vector<Pair> keys, values;
+    std::vector<float> scores, sums, peaks, totals;
+    std::vector<bf16> weights, zeros;
+    std::vector<const bf16*> rows;
+};
+
+Scratch& scratch_of_thread() {
+    static thread_local Scratch scratch;
+    return scratch;
+}
+
+// Rows of one KV head: positions [first, first + count) of a segment times the query heads of that KV head. Row r is
+// position first + r / group, head kv_head * group + r % group.
+class RowTask {
+   public:
+    RowTask(const Attention& call, const Segment& segment, int64_t kv_head, int64_t first, int64_t count)
+        : call_(call),
+          segment_(segment),
+          tables_(call.tables + segment.table),
+          kv_head_(kv_head),
+          group_(row_group(call)),
+          first_(first),
+          num_rows_(count * group_),
+          head_dim_(call.head_dim),
+          is_small_(num_rows_ <= 2 * kTileRows),
+          scratch_(scratch_of_thread()) {
+        // Few rows pack one tile at a time, which stays in the first-level cache; many rows pack a whole block.
+        int64_t packed_keys = is_small_ ? kTileColumns : kBlockKeys;
+        int64_t scored_rows = is_small_ ? num_rows_ : kTileRows;
+        scratch_.keys.resize(packed_keys * head_dim_ / 2 + kPrefetchPairs);
+        scratch_.values.resize(packed_keys * head_dim_ / 2 + kPrefetchPairs);
+        scratch_.scores.resize(scored_rows * kBlockKeys);
+        scratch_.weights.resize(scored_rows * kBlockKeys);
+        scratch_.sums.assign(num_rows_ * head_dim_, 0.0f);
+        scratch_.zeros.assign(head_dim_, 0);
+        scratch_.rows.resize(num_rows_);
+        scratch_.peaks.resize(num_rows_);
+        scratch_.totals.resize(num_rows_);
+        for (int64_t r = 0; r < num_rows_; r++) {
+            int64_t head = kv_head_ * group_ + r % group_;
+            int64_t row = segment.first_row + position_of(r) - segment.start;
+            scratch_.rows[r] = call.query + row * call.query_row_stride + head * call.query_head_stride;
+            scratch_.peaks[r] = call.sinks ? call.sinks[head] * kLog2e : kNever;
+            scratch_.totals[r] = call.sinks ? 1.0f : 0.0f;
+        }
+    }
+
+    void run() {
+        int64_t lowest = call_.window ? std::max<int64_t>(0, first_ - call_.window + 1) : 0;
+        int64_t end = position_of(num_rows_ - 1) + 1;
+        for (int64_t block = lowest - lowest % kBlockKeys; block < end; block += kBlockKeys) {
+            if (is_small_)
+                meet_tile_by_tile(block);
+            else
+                meet_block(block);
+        }
+        write_result();
+    }
+
+   private:
+    struct Tiles {
+        int first, end;
+    };
+
+    int64_t position_of(int64_t r) const { return first_ + r / group_; }
+
+    // Tiles of a block that hold a key which one of rows [row, row + count) sees.
+    Tiles visible_tiles(int64_t block, int64_t row, int64_t count) const {
+        int64_t end = std::min<int64_t>(kBlockKeys, position_of(row + count - 1) + 1 - block);
+        int64_t first = call_.window ? std::max<int64_t>(0, position_of(row) - call_.window + 1 - block) : 0;
+        if (first >= end) return {0, 0};
+        return {static_cast<int>(first / kTileColumns), static_cast<int>(ceil_div(end, kTileColumns))};
+    }
+
+    void meet_block(int64_t block) {
+        Tiles packed = visible_tiles(block, 0, num_rows_);
+        for (int tile = packed.first; tile < packed.end; tile++) {
+            pack_keys(block + tile * kTileColumns, scratch_.keys.data() + tile * kTilePairs * head_dim_);
+            pack_values(block + tile * kTileColumns, scratch_.values.data() + tile * kTilePairs * head_dim_);
+        }
+        for (int64_t row = 0; row < num_rows_;) {
+            int count = next_group(num_rows_ - row);
+            Tiles tiles = visible_tiles(block, row, count);
+            for (int tile = tiles.first; tile < tiles.end; tile++)
+                score(row, count, scratch_.keys.data() + tile * kTilePairs * head_dim_, 0, tile);
+            if (tiles.first < tiles.end) {
+                for (int i = 0; i < count; i++) weigh(row + i, i, block, tiles);
+                add_values(row, count, scratch_.values.data() + tiles.first * kTilePairs * head_dim_, 0, tiles);
+            }
+            row += count;
+        }
+    }
+
+    void meet_tile_by_tile(int64_t block) {
+        Tiles tiles = visible_tiles(block, 0, num_rows_);
+        for (int tile = tiles.first; tile < tiles.end; tile++) {
+            pack_keys(block + tile * kTileColumns, scratch_.keys.data());
+            for (int64_t row = 0; row < num_rows_;) {
+                int count = next_group(num_rows_ - row);
+                score(row, count, scratch_.keys.data(), row, tile);
+                row += count;
+            }
+        }
+        if (tiles.first == tiles.end) return;
+        for (int64_t row = 0; row < num_rows_; row++) weigh(row, row, block, tiles);
+        for (int tile = tiles.first; tile < tiles.end; tile++) {
+            pack_values(block + tile * kTileColumns, scratch_.values.data());
+            for (int64_t row = 0; row < num_rows_;) {
+                int count = next_group(num_rows_ - row);
+                add_values(row, count, scratch_.values.data(), row, {tile, tile + 1});
+                row += count;
+            }
+        }
+    }
+
+    // Addresses of 64 tokens of a plane. Places after the segment's last row may hold anything, even NaN: zeros instead.
+    void find_tokens(int64_t position, int plane, const bf16** tokens) const {
+        const Pages& pages = call_.pages;
+        int64_t written = segment_.start + segment_.num_rows;
+        int filled = 0;
+        while (filled < kTileColumns && position < written) {
+            int64_t offset = position % pages.page_tokens;
+            int64_t count = std::min({pages.page_tokens - offset, written - position, int64_t{kTileColumns} - filled});
+            const bf16* token = pages.base + tables_[position / pages.page_tokens] * pages.page_stride +
+                                plane * pages.plane_stride + kv_head_ * pages.head_stride + offset * pages.token_stride;
+            for (int64_t i = 0; i < count; i++) tokens[filled++] = token + i * pages.token_stride;
+            position += count;
+        }
+        while (filled < kTileColumns) tokens[filled++] = scratch_.zeros.data();
+    }
+
+    void pack_keys(int64_t position, Pair* out) const {
+        const bf16* tokens[kTileColumns];
+        find_tokens(position, 0, tokens);
+        pack_columns(tokens, head_dim_, out);
+    }
+
+    void pack_values(int64_t position, Pair* out) const {
+        const bf16* tokens[kTileColumns];
+        find_tokens(position, 1, tokens);
+        for (int i = 0; i < kTilePairs; i++)
+            pack_row_pair(tokens[2 * i], tokens[2 * i + 1], head_dim_, out + i * head_dim_);
+    }
+
+    // Scores of rows [row, row + count) and one tile of keys, into places [place, place + count).
+    void score(int64_t row, int count, const Pair* keys, int64_t place, int tile) {
+        multiply<4>(count, scratch_.rows.data() + row, keys, kTileColumns, head_dim_ / 2,
+                    scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys, false);
+    }
+
+    // Turns a row's scores of a block into weights relative to the row's peak so far, which it updates with the total.
+    void weigh(int64_t row, int64_t place, int64_t block, Tiles tiles) {
+        float* scores = scratch_.scores.data() + place * kBlockKeys;
+        bf16* weights = scratch_.weights.data() + place * kBlockKeys;
+        int64_t first = tiles.first * kTileColumns, end = tiles.end * kTileColumns;
+        float to_log2 = call_.scaling * kLog2e;
+        if (call_.softcap > 0) {
+            soften(scores + first, end - first, call_.scaling / call_.softcap, call_.softcap);
+            to_log2 = kLog2e;
+        }
+        hide_unseen(row, block, first, end, scores);
+        float peak = std::max(scratch_.peaks[row], highest(scores, first, end) * to_log2);
+        if (peak == kNever) {
+            std::fill(weights + first, weights + end, bf16{0});
+            return;
+        }
+        __m512 slope = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(peak);
+        __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+        for (int64_t j = first; j < end; j += 2 * kLanes) {
+            __m512 low = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j), slope, shift));
+            __m512 high = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j + kLanes), slope, shift));
+            even = _mm512_add_ps(even, low);
+            odd = _mm512_add_ps(odd, high);
+            _mm512_storeu_si512(weights + j, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+        float total = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+        if (peak > scratch_.peaks[row]) {
+            __m512 shrink = exp2(_mm512_set1_ps(scratch_.peaks[row] - peak));
+            float* sums = scratch_.sums.data() + row * head_dim_;
+            for (int64_t d = 0; d < head_dim_; d += kLanes)
+                _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), shrink));
+            scratch_.totals[row] *= _mm512_cvtss_f32(shrink);
+            scratch_.peaks[row] = peak;
+        }
+        scratch_.totals[row] += total;
+    }
+
+    void hide_unseen(int64_t row, int64_t block, int64_t first, int64_t end, float* scores) const {
+        int64_t position = position_of(row);
+        for (int64_t j = std::max(first, position + 1 - block); j < end; j++) scores[j] = kNever;
+        if (!call_.window) return;
+        int64_t seen = std::min(end, position - call_.window + 1 - block);
+        for (int64_t j = first; j < seen; j++) scores[j] = kNever;
+    }
+
+    static float highest(const float* scores, int64_t first, int64_t end) {
+        __m512 most[4];
+        for (int j = 0; j < 4; j++) most[j] = _mm512_set1_ps(kNever);
+        for (int64_t at = first; at < end; at += kTileColumns)
+            for (int j = 0; j < 4; j++) most[j] = _mm512_max_ps(_mm512_loadu_ps(scores + at + kLanes * j), most[j]);
+        return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
+    }
+
+    // Adds weights x values of some tiles to the sums of rows [row, row + count).
+    void add_values(int64_t row, int count, const Pair* values, int64_t place, Tiles tiles) {
+        const bf16* weights[kTileRows];
+        for (int i = 0; i < count; i++)
+            weights[i] = scratch_.weights.data() + (place + i) * kBlockKeys + tiles.first * kTileColumns;
+        int64_t num_pairs = (tiles.end - tiles.first) * kTilePairs;
+        float* sums = scratch_.sums.data() + row * head_dim_;
+        int64_t d = 0;
+        for (; d + kTileColumns <= head_dim_; d += kTileColumns)
+            multiply<4>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true);
+        if (d < head_dim_) multiply<2>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true);
+    }
+
+    void write_result() const {
+        for (int64_t r = 0; r < num_rows_; r++) {
+            int64_t row = segment_.first_row + position_of(r) - segment_.start;
+            bf16* out = call_.out + (row * call_.num_heads + kv_head_ * group_ + r % group_) * head_dim_;
+            const float* sums = scratch_.sums.data() + r * head_dim_;
+            __m512 share = _mm512_set1_ps(1.0f / scratch_.totals[r]);
+            for (int64_t d = 0; d < head_dim_; d += kLanes) {
+                __m256bh rounded = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(sums + d), share));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), (__m256i)rounded);
+            }
+        }
+    }
+
+    const Attention& call_;
+    const Segment& segment_;
+    const int64_t* tables_;
+    int64_t kv_head_, group_, first_, num_rows_, head_dim_;
+    bool is_small_;
+    Scratch& scratch_;
+};
+
+struct Task {
+    int64_t segment, kv_head, first, count;
+};
+
+std::vector<Task> plan_tasks(const Attention& call) {
+    std::vector<Task> tasks;
+    int64_t most = std::max<int64_t>(1, kTaskRows / row_group(call));
+    for (int64_t s = 0; s < call.num_segments; s++) {
+        const Segment& segment = call.segments[s];
+        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++)
+            for (int64_t done = 0; done < segment.num_rows; done += most)
+                tasks.push_back({s, kv_head, segment.start + done, std::min(most, segment.num_rows - done)});
+    }
+    return tasks;
+}
+
+// ------------------------------------------------------------------------------------------------------------ linear
+
+struct Linear {  // mirrored in kernels.py
+    const bf16* input;  // [T][I] with a row stride
+    int64_t input_stride;
+    const Pair* weight;  // packed
+    const bf16* bias;    // [O], or null
+    bf16* out;           // [T][O]
+    int64_t num_rows, num_inputs, num_outputs;
+};
+
+// Rounds rows of float32 sums of one panel, with the bias, into the output.
+void write_panel(const Linear& call, int64_t panel, int64_t first_row, int64_t count, const float* sums) {
+    int64_t column = panel * kTileColumns;
+    for (int j = 0; j < kTileColumns && column + j < call.num_outputs; j += kLanes) {
+        int64_t width = std::min<int64_t>(kLanes, call.num_outputs - column - j);
+        __mmask16 valid = static_cast<__mmask16>((1u << width) - 1);
+        __m512 bias = _mm512_setzero_ps();
+        if (call.bias) {
+            __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(valid, call.bias + column + j));
+            bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+        }
+        for (int64_t i = 0; i < count; i++) {
+            __m512 sum = _mm512_add_ps(_mm512_loadu_ps(sums + i * kTileColumns + j), bias);
+            bf16* out = call.out + (first_row + i) * call.num_outputs + column + j;
+            _mm256_mask_storeu_epi16(out, valid, (__m256i)_mm512_cvtneps_pbh(sum));
+        }
+    }
+}
+
+void multiply_panel(const Linear& call, int64_t panel) {
+    static thread_local std::vector<float> sums;
+    int64_t num_pairs = call.num_inputs / 2;
+    const Pair* weight = call.weight + panel * num_pairs * kTileColumns;
+    sums.resize(std::min(kPanelRows, call.num_rows) * kTileColumns);
+    for (int64_t first = 0; first < call.num_rows; first += kPanelRows) {
+        int64_t end = std::min(first + kPanelRows, call.num_rows);
+        for (int64_t pair = 0; pair < num_pairs; pair += kPanelPairs) {
+            for (int64_t row = first; row < end;) {
+                int count = next_group(end - row);
+                const bf16* rows[kTileRows];
+                for (int i = 0; i < count; i++) rows[i] = call.input + (row + i) * call.input_stride + 2 * pair;
+                multiply<4>(count, rows, weight + pair * kTileColumns, kTileColumns,
+                            std::min(kPanelPairs, num_pairs - pair), sums.data() + (row - first) * kTileColumns,
+                            kTileColumns, pair > 0);
+                row += count;
+            }
+        }
+        write_panel(call, panel, first, end - first, sums.data());
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Puts rows of keys and values [K][T][H] (strides in elements) where their positions live in the pages.
+void moontide_write(const Pages* pages, const Segment* segments, int64_t num_segments, const int64_t* tables,
+                    const bf16* key, int64_t key_head_stride, int64_t key_row_stride, const bf16* value,
+                    int64_t value_head_stride, int64_t value_row_stride, int64_t num_kv_heads, int64_t head_dim) {
+    size_t num_bytes = head_dim * sizeof(bf16);
+    for (int64_t s = 0; s < num_segments; s++) {
+        const Segment& segment = segments[s];
+        for (int64_t i = 0; i < segment.num_rows; i++) {
+            int64_t position = segment.start + i, row = segment.first_row + i;
+            bf16* place = pages->base + tables[segment.table + position / pages->page_tokens] * pages->page_stride +
+                          position % pages->page_tokens * pages->token_stride;
+            for (int64_t head = 0; head < num_kv_heads; head++) {
+                bf16* of_head = place + head * pages->head_stride;
+                std::memcpy(of_head, key + head * key_head_stride + row * key_row_stride, num_bytes);
+                std::memcpy(of_head + pages->plane_stride, value + head * value_head_stride + row * value_row_stride,
+                            num_bytes);
+            }
+        }
+    }
+}
+
+// Attention of every segment's rows over its own pages, which hold the K/V of all positions up to its last row.
+void moontide_attend(const Attention* call, int num_threads) {
+    std::vector<Task> tasks = plan_tasks(*call);
+    int64_t num_tasks = static_cast<int64_t>(tasks.size());
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < num_tasks; i++) {
+        // The last rows see the most keys: first, so that no thread starts a long task when the others are done.
+        const Task& task = tasks[num_tasks - 1 - i];
+        RowTask(*call, call->segments[task.segment], task.kv_head, task.first, task.count).run();
+    }
+}
+
+// Elements of bfloat16 that the packed form of a [O][I] weight takes.
+int64_t moontide_packed_size(int64_t num_outputs, int64_t num_inputs) {
+    return ceil_div(num_outputs, kTileColumns) * kTileColumns * num_inputs;
+}
+
+// Packs a contiguous weight [O][I] with even I; outputs beyond the last are zero.
+void moontide_pack(const bf16* weight, int64_t num_outputs, int64_t num_inputs, Pair* packed) {
+    std::vector<bf16> zeros(num_inputs, 0);
+    for (int64_t first = 0; first < num_outputs; first += kTileColumns) {
+        const bf16* rows[kTileColumns];
+        for (int64_t i = 0; i < kTileColumns; i++)
+            rows[i] = first + i < num_outputs ? weight + (first + i) * num_inputs : zeros.data();
+        pack_columns(rows, num_inputs, packed + first * num_inputs / 2);
+    }
+}
+
+void moontide_linear(const Linear* call, int num_threads) {
+    int64_t num_panels = ceil_div(call->num_outputs, kTileColumns);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(*call, panel);
+}
+
+}  // extern "C"
