@@ -147,6 +147,7 @@ class DecodeNode:
             layout=self.layout,
             num_pages=num_pages,
             device=config.model.device,
+            kernels=config.model.kernels,
             arena=transfer.allocate(arena_bytes).buffer,
         )
         self.requests = DecodeRequests(

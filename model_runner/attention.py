@@ -2,7 +2,8 @@
 
 One function serves every model: full and sliding-window layers, soft-capped scores, attention sinks, grouped query
 heads, and multi-head latent attention (MLA), whose pages hold one latent per token. It is plain torch and runs on any
-device. It knows neither requests nor the network; the rows of a step and their pages come in a `StepContext`.
+device; in a step that brings native kernels, they compute all but MLA instead. It knows neither requests nor the
+network; the rows of a step and their pages come in a `StepContext`.
 
 Keys are read in tiles that start at multiples of KEY_TILE, with a softmax that is updated tile by tile, so no tensor of
 (chunk x prompt) exists, tiles outside a sliding window are never touched, and only tiles at an edge need a mask:
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from model_runner.native.attention import NativeStep
 from moontide.errors import ModelError
 
 KEY_TILE = 512
@@ -64,11 +66,13 @@ class StepContext:
         device: torch.device,
         layers: Callable[[int], Tensor],
         on_layer_written: Callable[[int], None],
+        native: NativeStep | None = None,
     ) -> None:
         """
         Args:
             layers: global layer index -> its pages [P, planes, K, S, H].
             on_layer_written: called with the global layer index as soon as the K/V of all rows are in the pages.
+            native: the same segments for the native kernels, where they fit the pages.
         """
         self.chunks: list[StepSegment] = []
         self.singles: list[StepSegment] = []
@@ -79,6 +83,7 @@ class StepContext:
         self.device = device
         self.layers = layers
         self.on_layer_written = on_layer_written
+        self.native = native
         self.single_rows_B = self._indices([each.first_row for each in self.singles])
         self.single_pages_B = self._indices([each.pages[each.start // page_tokens] for each in self.singles])
         self.single_offsets_B = self._indices([each.start % page_tokens for each in self.singles])
@@ -177,16 +182,19 @@ def paged_attention(
     if hasattr(module, "kv_lora_rank"):
         _write(step, pages[:, 0], torch.cat([key[0], value[0]], dim=-1))
         step.on_layer_written(layer_idx)
-        attended = _attend_latent(module, query[0], step, pages, scaling)
-    else:
-        _write(step, pages[:, 0], key[0])
-        _write(step, pages[:, 1], value[0])
+        attended_NTV = _attend_latent(module, query[0], step, pages, scaling)
+        return attended_NTV.transpose(0, 1)[None].contiguous(), None
+    sinks_KG = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    rules = ScoreRules(scaling, sliding_window, softcap, sinks_KG)
+    if step.native is not None:
+        step.native.write(key[0], value[0], pages)
         step.on_layer_written(layer_idx)
-        num_kv_heads = key.shape[1]
-        sinks_KG = None if s_aux is None else s_aux.float().view(num_kv_heads, -1)
-        rules = ScoreRules(scaling, sliding_window, softcap, sinks_KG)
-        attended = _attend_pages(query[0], step, pages, rules)
-    return attended.transpose(0, 1)[None].contiguous(), None
+        return step.native.attend(query[0], pages, rules)[None], None
+    _write(step, pages[:, 0], key[0])
+    _write(step, pages[:, 1], value[0])
+    step.on_layer_written(layer_idx)
+    attended_NTH = _attend_pages(query[0], step, pages, rules)
+    return attended_NTH.transpose(0, 1)[None].contiguous(), None
 
 
 def _write(step: StepContext, plane_PKSH: Tensor, new_KTH: Tensor) -> None:

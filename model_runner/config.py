@@ -8,6 +8,7 @@ from moontide.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("safetensors", "dummy")
+KERNELS = ("auto", "native", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,9 @@ class ModelConfig:
     """safetensors | dummy: seeded random weights for the directory's config.json."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
+    kernels: str = "auto"
+    """native: our C++ kernels for bfloat16 on CPUs with AVX512-BF16, compiled at first use with g++ | torch | auto: native
+    where they run, else torch."""
     threads: int = 1
     """Compute threads of one stage or decode process. More than the free cores is far slower than one."""
 
@@ -30,5 +34,7 @@ class ModelConfig:
             raise ConfigError(
                 f"model.load_format={self.load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}"
             )
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"model.kernels={self.kernels!r} is unknown; choose one of {', '.join(KERNELS)}")
         if self.threads < 1:
             raise ConfigError(f"model.threads={self.threads} must be at least 1")

@@ -15,6 +15,8 @@ from kvstore.layout import KVLayout
 from model_runner.attention import StepContext, StepSegment
 from model_runner.kv_cache import PagedKVCache
 from model_runner.model_source import ModelInfo, ModelSource, load_model_info
+from model_runner.native.attention import NativeStep, why_no_native_attention
+from model_runner.native.kernels import NativeKernels, load_kernels
 from model_runner.pages import OutOfPages
 from model_runner.stage import StageSpec
 from model_runner.stage_model import StageModel
@@ -42,11 +44,19 @@ class StageRunner:
     spec: StageSpec
 
     def __init__(
-        self, model: StageModel, info: ModelInfo, spec: StageSpec, *, layout: KVLayout, kv: PagedKVCache
+        self,
+        model: StageModel,
+        info: ModelInfo,
+        spec: StageSpec,
+        *,
+        layout: KVLayout,
+        kv: PagedKVCache,
+        attention_kernels: NativeKernels | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
         self._device = kv.layer(0).device
+        self._attention_kernels = attention_kernels
         self.info = info
         self.spec = spec
         self.kv = kv
@@ -62,15 +72,26 @@ class StageRunner:
         num_pages: int,
         device: str = "cpu",
         arena: memoryview | None = None,
+        kernels: str = "auto",
     ) -> "StageRunner":
         """Read one stage's weights, lay out its pages (in `arena`, if given) and run two tokens once as a check.
 
+        Args:
+            kernels: `model.kernels`: auto | native | torch.
         Raises: ModelError if the model cannot be served; ConfigError if layout, stage and model do not fit.
         """
         info = load_model_info(source, dtype=dtype)
         _check_layout(layout, info)
         kv = PagedKVCache(layout, spec, num_pages=num_pages, device=device, arena=arena)
-        runner = cls(StageModel(source, spec, dtype=dtype, device=device), info, spec, layout=layout, kv=kv)
+        native = load_kernels(kernels, dtype=dtype, device=device)
+        runner = cls(
+            StageModel(source, spec, dtype=dtype, device=device, kernels=native),
+            info,
+            spec,
+            layout=layout,
+            kv=kv,
+            attention_kernels=native if _attention_fits(info, kernels) else None,
+        )
         runner._try_out()
         return runner
 
@@ -132,6 +153,7 @@ class StageRunner:
             device=self._device,
             layers=self._layer,
             on_layer_written=self._group_notifier(on_layer_group),
+            native=None if self._attention_kernels is None else NativeStep(self._attention_kernels, placed),
         )
         return step, positions
 
@@ -166,6 +188,13 @@ class StageRunner:
             dtype = self.kv.layer(0).dtype
             self.forward([segment], hidden_TD=torch.zeros(num_tokens, self.info.hidden_size, dtype=dtype))
         self.kv.zero_tail(0, 0)
+
+
+def _attention_fits(info: ModelInfo, kernels: str) -> bool:
+    reason = why_no_native_attention(num_planes=info.num_planes, head_dim=info.head_dim)
+    if reason is not None and kernels == "native":
+        raise ConfigError(f"model.kernels='native' cannot be had: {reason}; set model.kernels=auto or torch")
+    return reason is None
 
 
 def _check_layout(layout: KVLayout, info: ModelInfo) -> None:

@@ -17,8 +17,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from model_runner.attention import StepContext, paged_attention
 from model_runner.kv_cache import TORCH_DTYPES
 from model_runner.model_source import ModelSource, load_config
+from model_runner.native.kernels import NativeKernels
+from model_runner.native.linear import PackedLinear, pack_linears
 from model_runner.stage import StageSpec
-from model_runner.weights import load_stage_weights
+from model_runner.weights import Elsewhere, load_stage_weights
 
 _ATTENTION_NAME = "moontide_paged"
 
@@ -26,8 +28,14 @@ _ATTENTION_NAME = "moontide_paged"
 class StageModel:
     """Layers [start_layer, end_layer) of a model; with the embedding on the first stage, the head on the last."""
 
-    def __init__(self, source: ModelSource, spec: StageSpec, *, dtype: str, device: str) -> None:
-        """Build the model without memory, then read this stage's tensors only. Raises: ModelError."""
+    def __init__(
+        self, source: ModelSource, spec: StageSpec, *, dtype: str, device: str, kernels: NativeKernels | None = None
+    ) -> None:
+        """Build the model without memory, then read this stage's tensors only. Raises: ModelError.
+
+        Args:
+            kernels: compute the linear layers that they fit; None leaves them to torch.
+        """
         AttentionInterface.register(_ATTENTION_NAME, paged_attention)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -37,6 +45,11 @@ class StageModel:
         _cut(model.get_decoder(), spec)
         self._model: Any = model.to(device)
         self._decoder: Any = model.get_decoder()
+        if kernels is not None:
+            pack_linears(self._model, kernels)
+            if not spec.is_first_stage and isinstance(self._model.lm_head, PackedLinear):
+                # It was here for the head that shares its weight, which is packed now.
+                self._decoder.embed_tokens = Elsewhere()
         self.vocab_size = int(model.config.vocab_size)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ async def start_stage(
             layout=layout,
             num_pages=num_pages,
             device=config.model.device,
+            kernels=config.model.kernels,
             arena=arena.buffer,
         )
         registry = CollectorRegistry()
