@@ -221,10 +221,13 @@ def why_not_native(*, dtype: str, device: str) -> str | None:
         return f"device {device} is no CPU"
     if dtype != "bfloat16":
         return f"they compute bfloat16 and dtype is {dtype}"
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else []
-    absent = sorted(_CPU_FLAGS.difference(flags))
+    absent = sorted(_CPU_FLAGS.difference(_cpu_flags()))
     return f"the CPU has no {', '.join(absent)}" if absent else None
+
+
+def _cpu_flags() -> list[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else []
 
 
 def _pages(pages_PpKSH: Tensor) -> _Pages:

@@ -1,10 +1,14 @@
 """Tiny models are made once per session."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
+
+from model_runner.native.build import build_library
+from model_runner.native.kernels import NativeKernels, why_not_native
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,3 +21,20 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny-models")
+
+
+@pytest.fixture(scope="session")
+def native() -> NativeKernels:
+    """The compiled kernels. A compiler that refuses them fails the tests; a CPU or machine without them skips."""
+    reason = why_not_native(dtype="bfloat16", device="cpu")
+    if reason is None and shutil.which("g++") is None:
+        reason = "there is no g++ on PATH"
+    if reason is not None:
+        pytest.skip(f"native kernels: {reason}; the cases with torch test the same claims")
+    return NativeKernels(build_library())
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest) -> NativeKernels | None:
+    """Both ways to compute: None is torch."""
+    return request.getfixturevalue("native") if request.param == "native" else None

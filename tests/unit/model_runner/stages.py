@@ -38,11 +38,15 @@ def load_stages(
     load_format: str = "safetensors",
     seed: int = 0,
     layer_group: int = 1,
+    kernels: str = "auto",
 ) -> list[StageRunner]:
     source = ModelSource(path=model_dir, model_id=model_dir.name, load_format=load_format, seed=seed)
     layout = make_layout(source, dtype=dtype, layer_group=layer_group)
     specs = split_layers(layout.num_layers, num_stages, layer_group=layer_group)
-    return [StageRunner.load(source, spec, dtype=dtype, layout=layout, num_pages=num_pages) for spec in specs]
+    return [
+        StageRunner.load(source, spec, dtype=dtype, layout=layout, num_pages=num_pages, kernels=kernels)
+        for spec in specs
+    ]
 
 
 def run_step(
