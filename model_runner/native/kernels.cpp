@@ -37,7 +37,7 @@ constexpr int kBlockKeys = 512;   // packed keys and values of a block stay in t
 constexpr int kTilePairs = kTileColumns / 2;
 constexpr int64_t kTaskRows = 768;    // rows that share one packing of the keys; their sums stay in the same cache
 constexpr int64_t kPanelPairs = 1024; // weights of one panel that are met before the next rows: 256 KiB
-constexpr int64_t kPanelRows = 384;   // rows that meet a panel before the next one
+constexpr int64_t kPanelRows = 384;   // rows that meet all panels before the next rows
 constexpr int kPrefetchPairs = 1024;  // 4 KiB ahead; one row alone is bound by how fast weights arrive
 
 constexpr float kLog2e = 1.44269504f;
@@ -237,6 +237,7 @@ class RowTask {
           num_rows_(count * group_),
           head_dim_(call.head_dim),
           is_small_(num_rows_ <= 2 * kTileRows),
+          log2_per_score_(kLog2e * (call.softcap > 0 ? 1.0f : call.scaling)),
           scratch_(scratch_of_thread()) {
         // Few rows pack one tile at a time, which stays in the first-level cache; many rows pack a whole block.
         int64_t packed_keys = is_small_ ? kTileColumns : kBlockKeys;
@@ -298,7 +299,7 @@ class RowTask {
             for (int tile = tiles.first; tile < tiles.end; tile++)
                 score(row, count, scratch_.keys.data() + tile * kTilePairs * head_dim_, 0, tile);
             if (tiles.first < tiles.end) {
-                for (int i = 0; i < count; i++) weigh(row + i, i, block, tiles);
+                weigh(row, count, 0, block, tiles);
                 add_values(row, count, scratch_.values.data() + tiles.first * kTilePairs * head_dim_, 0, tiles);
             }
             row += count;
@@ -316,7 +317,7 @@ class RowTask {
             }
         }
         if (tiles.first == tiles.end) return;
-        for (int64_t row = 0; row < num_rows_; row++) weigh(row, row, block, tiles);
+        weigh(0, static_cast<int>(num_rows_), 0, block, tiles);
         for (int tile = tiles.first; tile < tiles.end; tile++) {
             pack_values(block + tile * kTileColumns, scratch_.values.data());
             for (int64_t row = 0; row < num_rows_;) {
@@ -362,23 +363,40 @@ class RowTask {
                     scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys, false);
     }
 
-    // Turns a row's scores of a block into weights relative to the row's peak so far, which it updates with the total.
-    void weigh(int64_t row, int64_t place, int64_t block, Tiles tiles) {
-        float* scores = scratch_.scores.data() + place * kBlockKeys;
-        bf16* weights = scratch_.weights.data() + place * kBlockKeys;
+    // Turns the scores of some tiles into weights relative to each row's peak so far. All peaks first: a peak is a long
+    // chain of steps that wait for each other, which the exponentials of the row before can hide.
+    void weigh(int64_t row, int count, int64_t place, int64_t block, Tiles tiles) {
         int64_t first = tiles.first * kTileColumns, end = tiles.end * kTileColumns;
-        float to_log2 = call_.scaling * kLog2e;
-        if (call_.softcap > 0) {
-            soften(scores + first, end - first, call_.scaling / call_.softcap, call_.softcap);
-            to_log2 = kLog2e;
+        for (int i = 0; i < count; i++) {
+            float* scores = scratch_.scores.data() + (place + i) * kBlockKeys;
+            if (call_.softcap > 0)
+                soften(scores + first, end - first, call_.scaling / call_.softcap, call_.softcap);
+            hide_unseen(row + i, block, first, end, scores);
+            raise_peak(row + i, highest(scores, first, end) * log2_per_score_);
         }
-        hide_unseen(row, block, first, end, scores);
-        float peak = std::max(scratch_.peaks[row], highest(scores, first, end) * to_log2);
+        for (int i = 0; i < count; i++) exponentiate(row + i, place + i, first, end);
+    }
+
+    // Sums so far are relative to the old peak.
+    void raise_peak(int64_t row, float peak) {
+        if (peak <= scratch_.peaks[row]) return;
+        __m512 shrink = exp2(_mm512_set1_ps(scratch_.peaks[row] - peak));
+        float* sums = scratch_.sums.data() + row * head_dim_;
+        for (int64_t d = 0; d < head_dim_; d += kLanes)
+            _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), shrink));
+        scratch_.totals[row] *= _mm512_cvtss_f32(shrink);
+        scratch_.peaks[row] = peak;
+    }
+
+    void exponentiate(int64_t row, int64_t place, int64_t first, int64_t end) {
+        const float* scores = scratch_.scores.data() + place * kBlockKeys;
+        bf16* weights = scratch_.weights.data() + place * kBlockKeys;
+        float peak = scratch_.peaks[row];
         if (peak == kNever) {
             std::fill(weights + first, weights + end, bf16{0});
             return;
         }
-        __m512 slope = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(peak);
+        __m512 slope = _mm512_set1_ps(log2_per_score_), shift = _mm512_set1_ps(peak);
         __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
         for (int64_t j = first; j < end; j += 2 * kLanes) {
             __m512 low = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j), slope, shift));
@@ -387,16 +405,7 @@ class RowTask {
             odd = _mm512_add_ps(odd, high);
             _mm512_storeu_si512(weights + j, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
-        float total = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
-        if (peak > scratch_.peaks[row]) {
-            __m512 shrink = exp2(_mm512_set1_ps(scratch_.peaks[row] - peak));
-            float* sums = scratch_.sums.data() + row * head_dim_;
-            for (int64_t d = 0; d < head_dim_; d += kLanes)
-                _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), shrink));
-            scratch_.totals[row] *= _mm512_cvtss_f32(shrink);
-            scratch_.peaks[row] = peak;
-        }
-        scratch_.totals[row] += total;
+        scratch_.totals[row] += _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
     }
 
     void hide_unseen(int64_t row, int64_t block, int64_t first, int64_t end, float* scores) const {
@@ -446,6 +455,7 @@ class RowTask {
     const int64_t* tables_;
     int64_t kv_head_, group_, first_, num_rows_, head_dim_;
     bool is_small_;
+    float log2_per_score_;
     Scratch& scratch_;
 };
 
@@ -495,26 +505,23 @@ void write_panel(const Linear& call, int64_t panel, int64_t first_row, int64_t c
     }
 }
 
-void multiply_panel(const Linear& call, int64_t panel) {
+void multiply_panel(const Linear& call, int64_t panel, int64_t first, int64_t end) {
     static thread_local std::vector<float> sums;
     int64_t num_pairs = call.num_inputs / 2;
     const Pair* weight = call.weight + panel * num_pairs * kTileColumns;
-    sums.resize(std::min(kPanelRows, call.num_rows) * kTileColumns);
-    for (int64_t first = 0; first < call.num_rows; first += kPanelRows) {
-        int64_t end = std::min(first + kPanelRows, call.num_rows);
-        for (int64_t pair = 0; pair < num_pairs; pair += kPanelPairs) {
-            for (int64_t row = first; row < end;) {
-                int count = next_group(end - row);
-                const bf16* rows[kTileRows];
-                for (int i = 0; i < count; i++) rows[i] = call.input + (row + i) * call.input_stride + 2 * pair;
-                multiply<4>(count, rows, weight + pair * kTileColumns, kTileColumns,
-                            std::min(kPanelPairs, num_pairs - pair), sums.data() + (row - first) * kTileColumns,
-                            kTileColumns, pair > 0);
-                row += count;
-            }
+    sums.resize((end - first) * kTileColumns);
+    for (int64_t pair = 0; pair < num_pairs; pair += kPanelPairs) {
+        for (int64_t row = first; row < end;) {
+            int count = next_group(end - row);
+            const bf16* rows[kTileRows];
+            for (int i = 0; i < count; i++) rows[i] = call.input + (row + i) * call.input_stride + 2 * pair;
+            multiply<4>(count, rows, weight + pair * kTileColumns, kTileColumns,
+                        std::min(kPanelPairs, num_pairs - pair), sums.data() + (row - first) * kTileColumns,
+                        kTileColumns, pair > 0);
+            row += count;
         }
-        write_panel(call, panel, first, end - first, sums.data());
     }
+    write_panel(call, panel, first, end - first, sums.data());
 }
 
 }  // namespace
@@ -572,8 +579,13 @@ void moontide_pack(const bf16* weight, int64_t num_outputs, int64_t num_inputs, 
 
 void moontide_linear(const Linear* call, int num_threads) {
     int64_t num_panels = ceil_div(call->num_outputs, kTileColumns);
+    int64_t num_tasks = ceil_div(call->num_rows, kPanelRows) * num_panels;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t panel = 0; panel < num_panels; panel++) multiply_panel(*call, panel);
+    for (int64_t task = 0; task < num_tasks; task++) {
+        // All panels for some rows, then the next rows: the rows stay in a cache, the panels pass through.
+        int64_t first = task / num_panels * kPanelRows;
+        multiply_panel(*call, task % num_panels, first, std::min(first + kPanelRows, call->num_rows));
+    }
 }
 
 }  // extern "C"
