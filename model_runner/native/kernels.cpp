@@ -124,30 +124,48 @@ void transpose_pairs(const bf16* const* rows, int64_t first, Pair* out) {
     }
 }
 
-// 64 rows of `width` numbers (even) become one tile of columns: out[width / 2][64].
-void pack_columns(const bf16* const* rows, int64_t width, Pair* out) {
+// Rows that become one tile: tokens of a plane, or outputs of a weight.
+struct TileRows {
+    const bf16* at[kTileColumns];
+
+    void prefetch(int row, int64_t column) const {
+        _mm_prefetch(reinterpret_cast<const char*>(at[row] + column), _MM_HINT_T0);
+    }
+};
+
+// 64 rows of `width` numbers (even) become one tile of columns: out[width / 2][64]. The rows of the tile that is packed
+// next are fetched a few at a time between the transposes: all at once, they would fill the queue to memory and nothing
+// would be computed meanwhile.
+void pack_columns(const TileRows& rows, const TileRows& next, int64_t width, Pair* out) {
     int64_t whole = width - width % 32;
     for (int group = 0; group < kTileColumns; group += kLanes) {
-        for (int64_t first = 0; first < whole; first += 32)
-            transpose_pairs(rows + group, first, out + first / 2 * kTileColumns + group);
+        for (int64_t first = 0; first < whole; first += 32) {
+            for (int i = 0; i < kLanes; i++) next.prefetch(group + i, first);
+            transpose_pairs(rows.at + group, first, out + first / 2 * kTileColumns + group);
+        }
         for (int64_t first = whole; first < width; first += 2)
             for (int i = 0; i < kLanes; i++)
-                std::memcpy(out + first / 2 * kTileColumns + group + i, rows[group + i] + first, sizeof(Pair));
+                std::memcpy(out + first / 2 * kTileColumns + group + i, rows.at[group + i] + first, sizeof(Pair));
     }
 }
 
-// Two rows of `width` numbers (a multiple of 32) become pairs: out[width].
-void pack_row_pair(const bf16* even, const bf16* odd, int64_t width, Pair* out) {
+// 64 rows of `width` numbers (a multiple of 32) become pairs of rows: out[32][width]. Fetches `next` on the way.
+void pack_row_pairs(const TileRows& rows, const TileRows& next, int64_t width, Pair* out) {
     alignas(64) static const uint16_t kOrder[2][32] = {
         {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
          24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
     __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
-    for (int64_t d = 0; d < width; d += 32) {
-        __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-        _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_storeu_si512(out + d + kLanes, _mm512_permutex2var_epi16(a, high, b));
+    for (int row = 0; row < kTileColumns; row += 2) {
+        for (int64_t column = 0; column < width; column += 32, out += 32) {
+            next.prefetch(row, column);
+            next.prefetch(row + 1, column);
+            __m512i even = _mm512_loadu_si512(rows.at[row] + column);
+            __m512i odd = _mm512_loadu_si512(rows.at[row + 1] + column);
+            _mm512_storeu_si512(out, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(out + kLanes, _mm512_permutex2var_epi16(even, high, odd));
+        }
     }
 }
 
@@ -208,6 +226,8 @@ struct Attention {  // one layer of one step; mirrored in kernels.py
     float softcap;   // 0: none
     int64_t window;  // 0: none
 };
+
+enum Plane { kKeys = 0, kValues = 1 };
 
 int64_t row_group(const Attention& call) { return call.num_heads / call.num_kv_heads; }
 
@@ -289,9 +309,12 @@ class RowTask {
 
     void meet_block(int64_t block) {
         Tiles packed = visible_tiles(block, 0, num_rows_);
+        TileRows keys = find_tokens(block + packed.first * kTileColumns, kKeys);
         for (int tile = packed.first; tile < packed.end; tile++) {
-            pack_keys(block + tile * kTileColumns, scratch_.keys.data() + tile * kTilePairs * head_dim_);
-            pack_values(block + tile * kTileColumns, scratch_.values.data() + tile * kTilePairs * head_dim_);
+            TileRows values = find_tokens(block + tile * kTileColumns, kValues);
+            pack_columns(keys, values, head_dim_, scratch_.keys.data() + tile * kTilePairs * head_dim_);
+            keys = find_tokens(block + (tile + 1) * kTileColumns, kKeys);
+            pack_row_pairs(values, keys, head_dim_, scratch_.values.data() + tile * kTilePairs * head_dim_);
         }
         for (int64_t row = 0; row < num_rows_;) {
             int count = next_group(num_rows_ - row);
@@ -308,18 +331,25 @@ class RowTask {
 
     void meet_tile_by_tile(int64_t block) {
         Tiles tiles = visible_tiles(block, 0, num_rows_);
+        if (tiles.first == tiles.end) return;
+        int64_t first = block + tiles.first * kTileColumns;
+        TileRows tokens = find_tokens(first, kKeys);
         for (int tile = tiles.first; tile < tiles.end; tile++) {
-            pack_keys(block + tile * kTileColumns, scratch_.keys.data());
+            TileRows next = tile + 1 < tiles.end ? find_tokens(block + (tile + 1) * kTileColumns, kKeys)
+                                                 : find_tokens(first, kValues);
+            pack_columns(tokens, next, head_dim_, scratch_.keys.data());
+            tokens = next;
             for (int64_t row = 0; row < num_rows_;) {
                 int count = next_group(num_rows_ - row);
                 score(row, count, scratch_.keys.data(), row, tile);
                 row += count;
             }
         }
-        if (tiles.first == tiles.end) return;
         weigh(0, static_cast<int>(num_rows_), 0, block, tiles);
         for (int tile = tiles.first; tile < tiles.end; tile++) {
-            pack_values(block + tile * kTileColumns, scratch_.values.data());
+            TileRows next = find_tokens(block + (tile + 1) * kTileColumns, tile + 1 < tiles.end ? kValues : kKeys);
+            pack_row_pairs(tokens, next, head_dim_, scratch_.values.data());
+            tokens = next;
             for (int64_t row = 0; row < num_rows_;) {
                 int count = next_group(num_rows_ - row);
                 add_values(row, count, scratch_.values.data(), row, {tile, tile + 1});
@@ -328,33 +358,22 @@ class RowTask {
         }
     }
 
-    // Addresses of 64 tokens of a plane. Places after the segment's last row may hold anything, even NaN: zeros instead.
-    void find_tokens(int64_t position, int plane, const bf16** tokens) const {
+    // 64 tokens of a plane. Places after the segment's last row may hold anything, even NaN: zeros instead.
+    TileRows find_tokens(int64_t position, Plane plane) const {
         const Pages& pages = call_.pages;
         int64_t written = segment_.start + segment_.num_rows;
+        TileRows tokens;
         int filled = 0;
         while (filled < kTileColumns && position < written) {
             int64_t offset = position % pages.page_tokens;
             int64_t count = std::min({pages.page_tokens - offset, written - position, int64_t{kTileColumns} - filled});
             const bf16* token = pages.base + tables_[position / pages.page_tokens] * pages.page_stride +
                                 plane * pages.plane_stride + kv_head_ * pages.head_stride + offset * pages.token_stride;
-            for (int64_t i = 0; i < count; i++) tokens[filled++] = token + i * pages.token_stride;
+            for (int64_t i = 0; i < count; i++) tokens.at[filled++] = token + i * pages.token_stride;
             position += count;
         }
-        while (filled < kTileColumns) tokens[filled++] = scratch_.zeros.data();
-    }
-
-    void pack_keys(int64_t position, Pair* out) const {
-        const bf16* tokens[kTileColumns];
-        find_tokens(position, 0, tokens);
-        pack_columns(tokens, head_dim_, out);
-    }
-
-    void pack_values(int64_t position, Pair* out) const {
-        const bf16* tokens[kTileColumns];
-        find_tokens(position, 1, tokens);
-        for (int i = 0; i < kTilePairs; i++)
-            pack_row_pair(tokens[2 * i], tokens[2 * i + 1], head_dim_, out + i * head_dim_);
+        while (filled < kTileColumns) tokens.at[filled++] = scratch_.zeros.data();
+        return tokens;
     }
 
     // Scores of rows [row, row + count) and one tile of keys, into places [place, place + count).
@@ -570,10 +589,10 @@ int64_t moontide_packed_size(int64_t num_outputs, int64_t num_inputs) {
 void moontide_pack(const bf16* weight, int64_t num_outputs, int64_t num_inputs, Pair* packed) {
     std::vector<bf16> zeros(num_inputs, 0);
     for (int64_t first = 0; first < num_outputs; first += kTileColumns) {
-        const bf16* rows[kTileColumns];
+        TileRows rows;
         for (int64_t i = 0; i < kTileColumns; i++)
-            rows[i] = first + i < num_outputs ? weight + (first + i) * num_inputs : zeros.data();
-        pack_columns(rows, num_inputs, packed + first * num_inputs / 2);
+            rows.at[i] = first + i < num_outputs ? weight + (first + i) * num_inputs : zeros.data();
+        pack_columns(rows, rows, num_inputs, packed + first * num_inputs / 2);
     }
 }
 
