@@ -72,6 +72,7 @@ class NativeKernels:
     """The functions of one compiled library."""
 
     def __init__(self, library: Path) -> None:
+        """Raises: OSError if the library cannot be loaded, for one from a file system that is mounted noexec."""
         functions = ctypes.CDLL(str(library))
         pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._write = functions.moontide_write
@@ -205,9 +206,10 @@ def load_kernels(choice: str, *, dtype: str, device: str) -> NativeKernels | Non
     if reason is None:
         try:
             library = build_library()
+            kernels = NativeKernels(library)
             log.info("native kernels", library=library)
-            return NativeKernels(library)
-        except BuildFailed as error:
+            return kernels
+        except (BuildFailed, OSError) as error:
             reason = str(error)
     if choice == "native":
         raise ConfigError(f"model.kernels='native' cannot be had: {reason}; set model.kernels=auto or torch")

@@ -1,5 +1,6 @@
 """Stages with native kernels: as exact as torch in every family, and the same bits for any chunk plan and packing."""
 
+import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +53,17 @@ def test_logits_are_as_close_to_float32_as_transformers_bfloat16(
     """A token near the border of two experts goes to the other one by chance, so their families get more room; without
     sinks or window the difference is ten times as large."""
     model_dir = wide_model(family, tiny_root)
-    with torch.inference_mode():
-        exact = reference_model(model_dir)(torch.tensor([PROMPT])).logits[0].float()
-        stock = reference_model(model_dir, torch.bfloat16)(torch.tensor([PROMPT])).logits[0].float()
+    exact, stock = reference_logits(model_dir, torch.float32), reference_logits(model_dir, torch.bfloat16)
     ours = logits_of_all(load_stages(model_dir, 2, dtype="bfloat16", kernels=choice), chunk=chunk)
     room = 1.2 if family in DENSE else 2.0
     assert rms(ours - exact) <= room * rms(stock - exact)
+
+
+@functools.cache
+def reference_logits(model_dir: Path, dtype: torch.dtype) -> Tensor:
+    """[T, V] of the stock model in one shot."""
+    with torch.inference_mode():
+        return reference_model(model_dir, dtype)(torch.tensor([PROMPT])).logits[0].float()
 
 
 def rms(difference: Tensor) -> float:
