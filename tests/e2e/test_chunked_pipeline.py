@@ -14,6 +14,8 @@ from tests.cluster import RunningCluster
 from tests.e2e.grpc_answers import Answer, ask, greedy
 from tests.e2e.real_text import RealText
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 6000
 CHUNK = 512
 TEXT_START = 84_000

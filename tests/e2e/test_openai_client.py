@@ -19,6 +19,8 @@ from tests.cluster import RunningCluster
 from tests.e2e.grpc_answers import ask, greedy
 from tests.e2e.real_text import RealText
 
+pytestmark = pytest.mark.processes
+
 MODEL = "smollm2"
 PROMPT = "The capital of France is"
 CONTEXT = 8192

@@ -18,6 +18,8 @@ from tests.e2e.oracle import GreedyGenerator, GreedyOracle
 from tests.e2e.real_text import RealText
 from tests.fakes.tiny_models import tiny_model_dir
 
+pytestmark = pytest.mark.processes
+
 BLOCK = 64
 CHUNK = 512
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17)
