@@ -25,11 +25,17 @@ demo: install    ## start a cluster, send one long prompt, show what happened, s
 up: install      ## keep a cluster in the foreground: make up ARGS="--stages 2"
 	@$(BIN)/moontide up $(ARGS)
 
-test: install    ## unit and integration tests
-	$(BIN)/pytest -m "not slow and not gpu and not rdma" $(ARGS)
+# One compute thread per test process: with more, two busy processes on two cores slow each other down many times.
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/pytest -q
+QUICK   := not slow and not gpu and not rdma
 
-test-all: install ## all tests: also the slow ones, faults and end to end
-	$(BIN)/pytest $(ARGS)
+test: install    ## all tests but the slow ones: first those that share the cores, then those of real processes
+	$(PYTEST) -n 2 -m "not processes and $(QUICK)" $(ARGS)
+	$(PYTEST) --durations=15 -m "processes and $(QUICK)" $(ARGS)
+
+test-all: install ## all tests, the slow ones too
+	$(PYTEST) -n 2 -m "not processes" $(ARGS)
+	$(PYTEST) --durations=15 -m processes $(ARGS)
 
 check: install   ## format, lint and strict type check
 	$(BIN)/ruff format --check .
@@ -72,8 +78,7 @@ venv:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  rm -rf $(VENV); echo "run this, then make again:  apt-get install -y python3-venv   (as root, or with sudo)"; exit 1; }
 
-# torch comes first and alone, so that TORCH_INDEX can choose its build: PyPI's for Linux brings 3 GB of CUDA libraries along,
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu does not.
+# torch comes first and alone, so that TORCH_INDEX can name an index with another build: the default one for Linux brings 3 GB of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt | venv
 	@echo "[1/3] torch"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

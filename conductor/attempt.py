@@ -173,9 +173,9 @@ class Attempt:
         `fill_cache` lets the prefill seal the rest of the prompt first, because the answer is complete and the KV is worth keeping.
         """
         self._is_closed = True
+        self._session.forget(self._spec.request_id, self._spec.epoch)
         if self._decode_is_open:
             self._decode_is_open = False
-            self._session.forget(self._spec.request_id, self._spec.epoch)
             self._session.send(self._command(cancel=decode_pb2.DecodeCancel()))
         if self._prefill is not None and not fill_cache:
             self._prefill.cancel()
@@ -209,6 +209,12 @@ class Attempt:
                 self._deliver(AttemptFailed(error, node_id=record.node_id))
         except grpc.aio.AioRpcError as rpc_error:
             self._deliver(AttemptFailed(_prefill_error(rpc_error, record.node_id), node_id=record.node_id))
+        except asyncio.CancelledError:
+            if not (is_complete or self._is_closed):
+                # Not asked for here: the node has moved, and its old channel was closed under the call.
+                error = NodeLost(f"prefill group {record.node_id} has moved to another address")
+                self._deliver(AttemptFailed(error, node_id=record.node_id))
+            raise
         finally:
             call.cancel()
 

@@ -30,7 +30,7 @@ class DecodeSession:
         self.record = record
         self._channel = open_channel(record.address)
         # Not bounded by itself: a request puts a handful of small commands here, and the number of requests is bounded.
-        self._outgoing: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[decode_pb2.DecodeCommand | None] = asyncio.Queue()
         self._receivers: dict[tuple[str, int], Deliver] = {}
         self._broken: str | None = None
         self._task = asyncio.create_task(self._run(), name=f"session {record.node_id}")
@@ -83,12 +83,14 @@ class DecodeSession:
             await self._channel.close()
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
-        while True:
-            yield await self._outgoing.get()
+        """Ends with the stream: gRPC's task that reads this would otherwise wait for ever."""
+        while (command := await self._outgoing.get()) is not None:
+            yield command
 
     def _lose(self, reason: str) -> None:
         if self._broken is None:
             log.info("decode session over", node=self.record.node_id, reason=reason, requests=len(self._receivers))
+            self._outgoing.put_nowait(None)
         self._broken = reason
         receivers, self._receivers = self._receivers, {}
         for deliver in receivers.values():

@@ -92,7 +92,7 @@ class OpenAiApi:
         request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER, ""))
         body = parse(ChatBody, await http.read())
         self._check_model(body)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         submission = Submission(
@@ -209,6 +209,9 @@ class OpenAiApi:
             case web.HTTPRequestEntityTooLarge():
                 limit = f"{self._max_body_bytes} bytes (conductor.max_body_bytes)"
                 return _json_error(413, f"the body is larger than {limit}", "BadRequest")
+            case web.RequestPayloadError():
+                reason = f"the body cannot be read: {error}; send all of it, plain or with a right Content-Encoding"
+                return _json_error(400, reason, "BadRequest")
             case web.HTTPException():
                 kind = "NotFoundError" if error.status == 404 else "BadRequest"
                 return _json_error(error.status, f"{request.method} {request.path}: {error.reason}", kind)
@@ -235,8 +238,11 @@ class _EventStream:
         await self._response.prepare(self._http)
 
     async def send(self, value: dict[str, Any]) -> None:
-        """Raises: ConnectionError when the client is gone or reads nothing for CLIENT_STALL_S."""
-        await self._write(f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode())
+        """ASCII alone: some clients end a line at U+2028 or U+0085, which JSON leaves as they are.
+
+        Raises: ConnectionError when the client is gone or reads nothing for CLIENT_STALL_S.
+        """
+        await self._write(f"data: {json.dumps(value)}\n\n".encode())
 
     async def close(self) -> web.StreamResponse:
         await self._write(b"data: [DONE]\n\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +13,10 @@ from conductor.validation import GenerateParams, Prompt, TextPrompt, TokenPrompt
 from moontide.errors import BadRequest
 from moontide.sampling_params import MAX_LOGPROBS
 from moontide.token_ids import TokenArray
+
+_Item = TypeVar("_Item")
+_FirstErrorOnly = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list that is given up at its first wrong item: a report on each of a million would stop the event loop for seconds."""
 
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -88,8 +92,8 @@ class Body(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _FirstErrorOnly[str] | None = None
+    stop_token_ids: _FirstErrorOnly[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -146,13 +150,13 @@ class _Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[_ContentPart] | None = None
+    content: str | _FirstErrorOnly[_ContentPart] | None = None
 
 
 class ChatBody(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _CHAT_NEUTRAL
 
-    messages: list[_Message]
+    messages: _FirstErrorOnly[_Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -168,12 +172,20 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
-            raise BadRequest(f"the body is no valid JSON: {first['msg']}") from error
+            raise BadRequest(_why_no_json(data, first["ctx"]["error"])) from error
         name = str(first["loc"][0]) if first["loc"] else None
         place = ".".join(map(str, first["loc"]))
         raise BadRequest(f"{place}: {first['msg']}" if place else first["msg"], param=name) from error
     body.check_fields()
     return body
+
+
+def _why_no_json(data: bytes, found: str) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"the body is no valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; send JSON in UTF-8"
+    return f"the body is no valid JSON: {found}; send one JSON object"
 
 
 def completion_prompt(prompt: Any) -> Prompt:

@@ -44,7 +44,16 @@ from kvstore.block import BlockHash, hash_blocks, root_hash
 from kvstore.layout import KVLayout
 from moontide.clock import Clock
 from moontide.deadline import Deadline
-from moontide.errors import BadRequest, Internal, MoontideError, NoCapacity, NodeLost, Rejected, RejectReason
+from moontide.errors import (
+    BadRequest,
+    BlockMissing,
+    Internal,
+    MoontideError,
+    NoCapacity,
+    NodeLost,
+    Rejected,
+    RejectReason,
+)
 from moontide.log import get_logger
 from moontide.registry import NodeRecord
 from moontide.rpc import open_channel
@@ -74,6 +83,9 @@ class _Request:
     cached_tokens: int | None = None
     """Known once a prefill group has accepted the request."""
     avoid: set[str]
+    cache_salt: str = CACHE_SALT
+    num_block_misses: int = 0
+    """Attempts that failed because K/V was not in the store, or damaged there."""
     last_token_s: float | None = None
 
     @property
@@ -183,6 +195,8 @@ class Conductor:
         finally:
             self._count_active(-1)
             record.end(outcome)
+            if record.handoff_s:
+                self.metrics.handoff.observe(record.handoff_s)
             self.metrics.requests.labels(outcome).inc()
 
     async def _prepare(self, submission: Submission, record: RequestRecord) -> _Request:
@@ -368,7 +382,7 @@ class Conductor:
     def _choose_among(self, capable: Capable, request: _Request) -> Choice:
         layout = _layout(capable.layout_json)
         token_ids = np.concatenate([request.prompt, np.asarray(request.answer.token_ids, np.uint32)])
-        root = root_hash(_digest(capable.layout_json), CACHE_SALT)
+        root = root_hash(_digest(capable.layout_json), request.cache_salt)
         hashes: list[BlockHash] = hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root)
         need = Need(
             request_id=request.node_request_id,
@@ -392,7 +406,7 @@ class Conductor:
             token_ids=np.concatenate([request.prompt, np.asarray(sent, np.uint32)]),
             output_idx=len(sent),
             sampling=request.sampling,
-            cache_salt=CACHE_SALT,
+            cache_salt=request.cache_salt,
             deadline=request.deadline,
         )
         log.info(
@@ -443,6 +457,11 @@ class Conductor:
         )
         if decision.avoid is not None:
             request.avoid.add(decision.avoid)
+        if isinstance(failure.error, BlockMissing):
+            request.num_block_misses += 1
+            if request.num_block_misses > 1:
+                # Computing a lost block again puts it back. A damaged one cannot be replaced by a put: take names of our own.
+                request.cache_salt = request.node_request_id
         start_s = self.clock.now()
         await asyncio.sleep(min(decision.pause_s, request.deadline.remaining_s()))
         request.deadline.check(f"recovering from: {failure.error}")

@@ -164,7 +164,7 @@ def resolve_sampling(
         max_tokens=max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
-        top_k=params.top_k,
+        top_k=min(params.top_k, model.vocab_size),
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,

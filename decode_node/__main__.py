@@ -1,4 +1,6 @@
-"""`python -m decode_node`: one decode node. Exit code 0 after a drain, 2 for a wrong setting, 1 when the store is not there."""
+"""`python -m decode_node`: one decode node. Exit code 0 after a drain, 2 for a wrong setting,
+1 when the store is not there or has given this process up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_service(lambda stop: serve(config, stop))
     except MoontideError as error:
-        log.error("cannot start", error=str(error))
+        log.error("decode node ended", error=str(error))
         return 1
 
 

@@ -36,14 +36,14 @@ from decode_node.requests import (
 from kvstore.client import StoreClient, StoreNodeClient
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
-from kvstore.transfer.base import Transfer
+from kvstore.transfer.base import AttachmentLost, Transfer
 from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
 from model_runner.model_source import describe_model
 from model_runner.runner import StageRunner
 from model_runner.stage import StageSpec
 from moontide.clock import MonotonicClock
-from moontide.errors import BadRequest, MoontideError, Rejected
+from moontide.errors import BadRequest, Internal, MoontideError, Rejected
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
 from moontide.registry import Announcer, NodeRecord
@@ -63,10 +63,10 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 async def serve(config: DecodeNodeConfig, stop: asyncio.Event) -> None:
-    """Run until `stop` is set, then drain and close. Raises: ConfigError, StoreUnavailable at start."""
+    """Run until `stop` is set, then drain and close. Raises: ConfigError, StoreUnavailable at start; AttachmentLost, Internal."""
     node = await start_decode(config)
     try:
-        await stop.wait()
+        await _first_of(stop.wait(), node.wait_failed())
         await node.drain()
     finally:
         await node.close()
@@ -100,6 +100,7 @@ class DecodeNode:
     """host:port of the gRPC service."""
     http_address: str
     """host:port of /metrics, /live and /ready."""
+    _watching: asyncio.Task[None]
 
     def __init__(self, config: DecodeNodeConfig) -> None:
         self._config = config
@@ -180,6 +181,10 @@ class DecodeNode:
             await self._announcer.beat_now()
         await self.requests.drain(self._config.decode.drain_timeout_s)
 
+    async def wait_failed(self) -> None:
+        """Never returns. Raises: AttachmentLost, Internal when only a new process can serve again."""
+        await asyncio.shield(self._watching)
+
     async def close(self) -> None:
         """End everything that is open; requests that are left are dropped. Idempotent."""
         await self._stack.aclose()
@@ -207,8 +212,8 @@ class DecodeNode:
         self._stack.push_async_callback(self._announcer.close)
         await self._announcer.start()
         await self._server.set_serving(self._problem is None)
-        watch = asyncio.create_task(self._watch_store(transfer, store_node), name="store watch")
-        self._stack.push_async_callback(_cancel, watch)
+        self._watching = asyncio.create_task(self._watch_store(transfer, store_node), name="store watch")
+        self._stack.push_async_callback(_cancel, self._watching)
 
     def _announce(self, record: NodeRecord) -> NodeRecord | None:
         if self.not_ready() is not None:
@@ -224,10 +229,15 @@ class DecodeNode:
         return dataclasses.replace(record, load={name: float(value) for name, value in load.items()})
 
     async def _watch_store(self, transfer: Transfer, store_node: StoreNode) -> None:
-        """Turn red when the store stays away, green when it is back."""
+        """Turn red when the store stays away, green when it is back.
+
+        Raises: AttachmentLost; Internal when a worker thread has ended, for without it no open request would.
+        """
         failures = 0
         while True:
             await asyncio.sleep(_PROBE_PERIOD_S)
+            if not self.requests.is_alive:
+                raise Internal("a worker thread has ended; see the log")
             problem = await self._probe(transfer, store_node)
             failures = failures + 1 if problem else 0
             if not self._is_leaving and (problem is None or failures >= _PROBES_TO_RED):
@@ -237,8 +247,10 @@ class DecodeNode:
         """Ask master and store process. The layout is registered again: a store process that came back has forgotten it."""
         try:
             if not await asyncio.to_thread(transfer.healthy):
-                return "the store's master does not answer"
+                return "the store's master does not answer, or the store process does not reach our memory"
             await store_node.register_layout(self.layout)
+        except AttachmentLost:
+            raise
         except MoontideError as error:
             return f"the store process of this host does not serve: {error}"
         except Exception as error:

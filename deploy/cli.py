@@ -271,7 +271,7 @@ def _cluster(config: ClusterConfig, console: Console) -> LocalCluster:
 
 def _cluster_config(args: argparse.Namespace) -> ClusterConfig:
     overrides = [
-        f"{setting}={value}"
+        f"{setting}={json.dumps(value, ensure_ascii=False)}"  # quoted: a path may hold what means something in YAML
         for option, setting in OPTION_SETTINGS.items()
         if (value := getattr(args, option)) is not None
     ]
@@ -294,22 +294,28 @@ def _with_client(address: str, run: Callable[[MoontideClient], Coroutine[Any, An
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
+    """Raises: ConfigError when there is none, or it is empty or no UTF-8."""
     if args.prompt is not None and args.prompt_file is not None:
         raise ConfigError("both a prompt and --prompt-file are given; leave one of them out")
     try:
         if args.prompt_file is not None:
-            return str(args.prompt_file.read_text())
-        if args.prompt is not None and args.prompt != "-":
-            return str(args.prompt)
-        if args.prompt is None and sys.stdin.isatty():
+            text = str(args.prompt_file.read_text(encoding="utf-8"))
+        elif args.prompt is not None and args.prompt != "-":
+            text = str(args.prompt)
+        elif args.prompt is None and sys.stdin.isatty():
             raise ConfigError("no prompt; give it as an argument, with --prompt-file FILE, or on standard input")
-        return sys.stdin.read()
+        else:
+            text = sys.stdin.read()
+        text.encode()  # bytes that are no text came through as surrogates
     except OSError as error:
         raise ConfigError(f"cannot read --prompt-file {args.prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ConfigError(
-            f"the prompt is no valid UTF-8 ({error.reason} at byte {error.start}); convert it first"
+            f"the prompt is no valid UTF-8 ({error.reason} at position {error.start}); convert it first"
         ) from error
+    if not text:
+        raise ConfigError("the prompt is empty; give some text")
+    return text
 
 
 def _params(args: argparse.Namespace) -> GenerateOptions:

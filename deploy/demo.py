@@ -23,8 +23,10 @@ from moontide.errors import Internal
 from moontide.timeline import Timeline
 
 DOCUMENT_TOKENS = 6_050
-QUESTION = "Which methods does a descriptor have, according to the text? Name three of them."
-SECOND_QUESTION = "Which language does this text describe, and what part of it?"
+DOCUMENT_TOPICS = ("debugger", "assert", "exceptions", "try", "raise", "with")
+"""Chapters that belong together, so that even a small model can say what they are about."""
+QUESTION = "What is this text about?"
+SECOND_QUESTION = "Summarize the text above in two sentences."
 SMALL_PRINT = "(a model of 135 million parameters: look at how the answer came about rather than at its wisdom)"
 PARAMS = GenerateOptions(max_tokens=64, temperature=0.0)
 TIMELINE_TRIES = 50
@@ -52,10 +54,11 @@ def run_demo(config: ClusterConfig, console: Console) -> int:
 
 
 def build_document(count_tokens: Callable[[str], int], *, num_tokens: int = DOCUMENT_TOKENS) -> str:
-    """Topics of the language reference in the order of their names, cut at the paragraph that reaches `num_tokens` tokens."""
+    """Chapters about errors and debugging, then the others by name, cut at the paragraph that reaches `num_tokens` tokens."""
     parts: list[str] = []
     total = 0
-    for name in sorted(topics):
+    chosen = [name for name in DOCUMENT_TOPICS if name in topics]
+    for name in [*chosen, *sorted(topics.keys() - set(chosen))]:
         for paragraph in f"# {name}\n\n{topics[name]}".split("\n\n"):
             parts.append(paragraph)
             total += count_tokens(paragraph)

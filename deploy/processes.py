@@ -27,6 +27,8 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 STEADY_S = 10.0
 """A process that lived so long starts again without counting as a repeated failure."""
+NOT_RUN_CODE = 127
+"""Stands for the exit code of a program that could not be run, as in a shell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,16 +167,23 @@ class ProcessLauncher:
         now_s = time.monotonic()
         if child.popen is None:
             if now_s >= child.start_again_s:
-                self._spawn(child)
+                child.started_s = now_s
+                try:
+                    self._spawn(child)
+                except OSError:  # no memory, no process id left, program gone: an end like any other
+                    self._start_again_later(child, NOT_RUN_CODE, now_s)
             return
         code = child.popen.poll()
         if code is None:
             return
-        self._exits.append(Exit(child.command.name, code))
         # What it started must not live on beside its successor.
         kill_sessions([child.popen.pid])
         self._tell_guard(f"-{child.popen.pid}")
         child.popen = None
+        self._start_again_later(child, code, now_s)
+
+    def _start_again_later(self, child: _Child, code: int, now_s: float) -> None:
+        self._exits.append(Exit(child.command.name, code))
         child.quick_deaths = 0 if now_s - child.started_s > STEADY_S else child.quick_deaths + 1
         child.start_again_s = now_s + min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** max(0, child.quick_deaths - 1))
 

@@ -25,6 +25,7 @@ from kvstore.node import NodeIdentity
 from kvstore.pool import PoolStats, ReserveReply, ReserveResult
 from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus, Transfer
 from moontide import rpc
+from moontide.errors import Cancelled, DeadlineExceeded, NodeLost
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
@@ -200,4 +201,8 @@ class StoreNodeClient:
         await self._channel.close()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        return await rpc.call(method, request, timeout_s=self._timeout_s, peer=f"kvstore {self._address}")
+        # The timeout is this client's own and not a request's, and a cancelled call that raises this was ended by the peer.
+        try:
+            return await rpc.call(method, request, timeout_s=self._timeout_s, peer=f"kvstore {self._address}")
+        except (DeadlineExceeded, Cancelled) as error:
+            raise NodeLost(str(error)) from error

@@ -79,11 +79,16 @@ class KvEventWriter:
 
     async def heal(self) -> None:
         """Write `reset` and everything anew if something was lost, here or in Valkey. Call it now and then."""
+        try:
+            # Outside of the lock: nobody who seals or evicts waits for a Valkey that is away.
+            marker = await self._redis.get(_MARKER_PREFIX + self._node_id)
+        except (RedisError, OSError) as error:
+            self._note(False, error)
+            return
+        if self.in_sync and marker == self._boot_id.encode():
+            return
         async with self._lock:
             try:
-                marker = await self._redis.get(_MARKER_PREFIX + self._node_id)
-                if self.in_sync and marker == self._boot_id.encode():
-                    return
                 entries = [self._entry("reset"), *map(self._stored_entry, self._snapshot())]
                 await self._append(entries)
                 await self._redis.set(_MARKER_PREFIX + self._node_id, self._boot_id)

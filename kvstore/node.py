@@ -5,9 +5,9 @@ used directly, with the same methods. The order that protects conductors: `remov
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
@@ -24,7 +24,7 @@ from kvstore.pool import (
     StoredRun,
 )
 from kvstore.transfer.base import RemoveStatus, Transfer
-from moontide.errors import BadRequest, ConfigError
+from moontide.errors import BadRequest, ConfigError, NodeLost
 from moontide.log import get_logger
 from moontide.registry import raise_if_cancelled
 
@@ -70,7 +70,7 @@ class StoreNode(Protocol):
     ) -> ReserveReply:
         """Room and pins for the KV of one prompt, whose full blocks are `block_hashes` from the first on. Idempotent.
 
-        Raises: BadRequest for an unregistered layout or a chain that contradicts itself.
+        Raises: NodeLost for an unregistered layout, BadRequest for a chain that contradicts itself.
         """
         ...
 
@@ -115,7 +115,8 @@ class LocalStoreNode:
         self._identity = NodeIdentity(node_id=node_id, boot_id=boot_id)
         self._events = events
         self._layouts: dict[bytes, KVLayout] = {}
-        self._evictions: set[asyncio.Task[None]] = set()
+        self._acts: set[asyncio.Task[None]] = set()
+        """What has to run to its end once it is begun."""
         self._removing = asyncio.Lock()
         # Held from the choice of victims to their removal, so that the janitor removes nothing before it is published.
 
@@ -142,8 +143,10 @@ class LocalStoreNode:
     ) -> ReserveReply:
         layout = self._layouts.get(layout_digest)
         if layout is None:
-            raise BadRequest(
-                f"layout {layout_digest.hex() or '(none)'} is not registered here; call RegisterLayout first"
+            # The caller registered it when it started, with a store process that is gone.
+            raise NodeLost(
+                f"layout {layout_digest.hex() or '(none)'} is not registered here: the store process was started anew; call "
+                "RegisterLayout and try again"
             )
         request = ReserveRequest(
             owner=RequestKey(request_id, epoch),
@@ -156,11 +159,8 @@ class LocalStoreNode:
         is_new = not self.pool.holds(request.owner)
         reply = self.pool.reserve(request)
         if reply.result is ReserveResult.WAIT:
-            # Shielded: a caller that gives up must not leave objects marked as being removed.
-            eviction = asyncio.create_task(self._make_room(request), name="kvstore eviction")
-            self._evictions.add(eviction)
-            eviction.add_done_callback(self._evictions.discard)
-            await asyncio.shield(eviction)
+            # A caller that gives up must not leave objects marked as being removed.
+            await self._to_the_end(self._make_room(request))
             reply = self.pool.reserve(request)
         self.metrics.reserves.labels(reply.result.name.lower()).inc()
         if is_new and reply.result is ReserveResult.RESERVED:
@@ -171,7 +171,8 @@ class LocalStoreNode:
     async def seal(self, *, request_id: str, epoch: int, first_block: int, num_blocks: int) -> None:
         runs = self.pool.seal(RequestKey(request_id, epoch), first_block=first_block, num_blocks=num_blocks)
         if self._events is not None:
-            await self._events.stored(runs)
+            # A caller that gives up must not leave blocks sealed that nobody hears of.
+            await self._to_the_end(self._events.stored(runs))
 
     async def renew(self, request_ids: Sequence[str], *, lease_s: float) -> list[str]:
         return self.pool.renew(request_ids, lease_s=_checked_lease_s(lease_s))
@@ -183,8 +184,8 @@ class LocalStoreNode:
         return self.pool.stats()
 
     async def close(self) -> None:
-        """Wait for removals that are under way."""
-        await asyncio.gather(*self._evictions, return_exceptions=True)
+        """Wait for removals and events that are under way."""
+        await asyncio.gather(*self._acts, return_exceptions=True)
 
     async def run(self) -> None:
         """Expire leases, remove what is due, keep the events whole; until cancelled."""
@@ -194,13 +195,22 @@ class LocalStoreNode:
                 tasks.create_task(_repeat(self._events.heal, "kv events"), name="kvstore events")
 
     async def tidy(self) -> None:
-        """One round of the janitor."""
-        for owner in self.pool.expire():
-            self.metrics.expired.inc()
-            log.warning("reservation expired", request_id=owner.request_id, epoch=owner.epoch)
-        async with self._removing:
-            await self._remove_due()
-        self._show(self.pool.stats())
+        """End leases and remove everything that is due."""
+        is_more_due = True
+        while is_more_due:
+            for owner in self.pool.expire():
+                self.metrics.expired.inc()
+                log.warning("reservation expired", request_id=owner.request_id, epoch=owner.epoch)
+            async with self._removing:
+                is_more_due = await self._remove_due()
+            self._show(self.pool.stats())
+
+    async def _to_the_end(self, act: Coroutine[Any, Any, None]) -> None:
+        """Wait for `act`; cancelling the wait does not cancel it."""
+        task = asyncio.create_task(act, name="kvstore act")
+        self._acts.add(task)
+        task.add_done_callback(self._acts.discard)
+        await asyncio.shield(task)
 
     async def _make_room(self, request: ReserveRequest) -> None:
         async with self._removing:
@@ -211,10 +221,11 @@ class LocalStoreNode:
                     await self._events.removed(victims)
             await self._remove_due()
 
-    async def _remove_due(self) -> None:
+    async def _remove_due(self) -> bool:
+        """One batch of removals; returns whether it was a full one, so that more may be due."""
         removals = self.pool.due_removals(max_objects=_OBJECTS_PER_ROUND)
         if not removals:
-            return
+            return False
         keys = [key for removal in removals for key in removal.keys]
         statuses = [RemoveStatus.FAILED] * len(keys)
         try:
@@ -224,6 +235,7 @@ class LocalStoreNode:
             for removal in removals:
                 self.pool.finish_removal(removal, statuses[at : at + len(removal.keys)])
                 at += len(removal.keys)
+        return len(keys) >= _OBJECTS_PER_ROUND
 
     def _show(self, stats: PoolStats) -> None:
         self.metrics.capacity_bytes.set(stats.capacity_bytes)

@@ -118,7 +118,7 @@ class _Reservation:
 
 @dataclass(slots=True)
 class _Leaving:
-    keys: tuple[str, ...]
+    layout: KVLayout
     nbytes: int
     """Still counted; 0 once the objects were seen to be gone."""
     released_s: float
@@ -156,7 +156,7 @@ class PoolState:
             sealed_blocks=self._num_sealed,
             reservations=len(self._reservations),
             pinned_blocks=self._num_pinned,
-            objects_to_remove=sum(len(leaving.keys) for leaving in self._leaving.values() if leaving.nbytes),
+            objects_to_remove=sum(leaving.layout.num_groups for leaving in self._leaving.values() if leaving.nbytes),
         )
 
     def holds(self, owner: RequestKey) -> bool:
@@ -268,10 +268,7 @@ class PoolState:
             else:
                 self._start_leaving(block_hash)
         if request.has_partial:
-            keys = tuple(
-                partial_key(owner.request_id, owner.epoch, group_idx) for group_idx in range(request.layout.num_groups)
-            )
-            self._leaving[owner] = _Leaving(keys, request.layout.block_bytes, released_s=now, due_s=now)
+            self._leaving[owner] = _Leaving(request.layout, request.layout.block_bytes, released_s=now, due_s=now)
             self._leaving_bytes += request.layout.block_bytes
 
     def expire(self) -> list[RequestKey]:
@@ -293,8 +290,9 @@ class PoolState:
             if num_objects >= max_objects:
                 break
             leaving.is_busy = True
-            due.append(Removal(owner, leaving.keys))
-            num_objects += len(leaving.keys)
+            # Named only now: a long prompt that is given up has a million objects.
+            due.append(Removal(owner, _object_keys(owner, leaving.layout)))
+            num_objects += leaving.layout.num_groups
         return due
 
     def finish_removal(self, removal: Removal, statuses: Sequence[RemoveStatus]) -> None:
@@ -381,8 +379,12 @@ class PoolState:
         return len(owners) * nbytes - counted
 
     def _is_being_removed(self, request: ReserveRequest) -> bool:
-        owners: tuple[BlockHash | RequestKey, ...] = (*request.hashes, request.owner)
-        return any(owner in self._leaving and self._leaving[owner].is_busy for owner in owners)
+        """Old objects of a full block serve a new reservation as well; those of a partial one do not, for its name does not
+        tell what is in it."""
+        partial = self._leaving.get(request.owner)
+        if partial is not None and (partial.is_busy or partial.nbytes):
+            return True
+        return any(h in self._leaving and self._leaving[h].is_busy for h in request.hashes)
 
     def _grant(self, request: ReserveRequest) -> None:
         parent = request.root
@@ -466,10 +468,8 @@ class PoolState:
         if block.is_sealed:
             self._num_sealed -= 1
             self._idle_bytes -= layout.block_bytes
-        digest = layout.digest()
-        keys = tuple(block_key(digest, group_idx, block_hash) for group_idx in range(layout.num_groups))
         self._leaving[block_hash] = _Leaving(
-            keys, layout.block_bytes, released_s=block.released_s, due_s=self._clock.now()
+            layout, layout.block_bytes, released_s=block.released_s, due_s=self._clock.now()
         )
         self._leaving_bytes += layout.block_bytes
         if block.parent in self._blocks:
@@ -482,6 +482,14 @@ class PoolState:
         if leaving is not None:
             self._used_bytes -= leaving.nbytes
             self._leaving_bytes -= leaving.nbytes
+
+
+def _object_keys(owner: BlockHash | RequestKey, layout: KVLayout) -> tuple[str, ...]:
+    groups = range(layout.num_groups)
+    if isinstance(owner, RequestKey):
+        return tuple(partial_key(owner.request_id, owner.epoch, group_idx) for group_idx in groups)
+    digest = layout.digest()
+    return tuple(block_key(digest, group_idx, owner) for group_idx in groups)
 
 
 def _check_same_chain(held: ReserveRequest, asked: ReserveRequest) -> None:

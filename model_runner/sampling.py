@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moontide.sampling_params import SampledToken, SamplingParams
@@ -46,17 +47,28 @@ def _greedy(logits_V: Tensor) -> int:
 
 def _draw(logits_V: Tensor, params: SamplingParams, output_idx: int) -> int:
     """Invert the distribution that temperature, top_k and top_p leave, at this draw's uniform number."""
-    order = np.argsort(-logits_V.numpy(), kind="stable")
-    if params.top_k:
-        order = order[: params.top_k]
-    scaled = logits_V.numpy()[order].astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled[0])
+    logits = logits_V.numpy().astype(np.float64)
+    order = _candidates(logits, params)
+    weights = np.exp((logits[order] - logits.max()) / params.temperature)
     cumulative = np.cumsum(weights)
     if params.top_p < 1:
         kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
         cumulative = cumulative[:kept]
     drawn = np.searchsorted(cumulative, _uniform(params.seed, output_idx) * cumulative[-1], side="right")
     return int(order[min(int(drawn), len(cumulative) - 1)])
+
+
+def _candidates(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.intp]:
+    """Ids that may be drawn, in an order that depends on the logits alone; by likelihood where a cut needs that.
+
+    Sorting a whole vocabulary takes milliseconds, so it is done for top_p only.
+    """
+    if not params.top_k:
+        return np.arange(len(logits)) if params.top_p == 1 else np.argsort(-logits, kind="stable")
+    count = min(params.top_k, len(logits))
+    weakest = np.partition(logits, len(logits) - count)[len(logits) - count]
+    ids = np.flatnonzero(logits >= weakest)
+    return ids[np.argsort(-logits[ids], kind="stable")][:count]
 
 
 def _uniform(seed: int, output_idx: int) -> float:

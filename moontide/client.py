@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import grpc
 import grpc.aio
@@ -196,11 +196,11 @@ def _set_prompt(request: moontide_pb2.GenerateRequest, prompt: str | Sequence[in
     if isinstance(prompt, str):
         request.text = prompt
         return
-    turns = [item for item in prompt if isinstance(item, ChatTurn)]
-    if turns:
+    if len(prompt) and isinstance(prompt[0], ChatTurn):
+        turns = cast(Sequence[ChatTurn], prompt)
         request.chat.messages.extend(moontide_pb2.ChatMessage(role=t.role, content=t.content) for t in turns)
     else:
-        request.token_ids.ids = pack_token_ids([item for item in prompt if isinstance(item, int)])
+        request.token_ids.ids = pack_token_ids(cast(Sequence[int], prompt))
 
 
 def _chunk(response: moontide_pb2.GenerateResponse) -> GeneratedChunk:

@@ -83,6 +83,7 @@ class Announcer:
     async def beat_now(self) -> None:
         """Announce a change at once instead of with the next heartbeat."""
         await self._beat()
+        raise_if_cancelled()
 
     async def _run(self) -> None:
         while True:

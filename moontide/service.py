@@ -6,6 +6,7 @@ SIGTERM or SIGINT asks for a drain; a second one ends the process at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,8 @@ def run_service(serve: Serve) -> int:
         log.error("cannot start", error=str(error))
         return 2
     except OSError as error:
-        log.error("cannot start", error=str(error))
+        way_out = "; choose another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        log.error("cannot start", error=f"{error}{way_out}")
         return 1
     return 0
 

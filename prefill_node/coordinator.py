@@ -20,7 +20,16 @@ from kvstore.node import StoreNode
 from kvstore.pool import RequestKey, ReserveResult
 from model_runner.model_source import ModelInfo
 from moontide.clock import Clock
-from moontide.errors import BadRequest, DeadlineExceeded, MoontideError, NodeLost, Rejected, RejectReason
+from moontide.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    MoontideError,
+    NodeLost,
+    Rejected,
+    RejectReason,
+    TransferFailed,
+)
 from moontide.log import get_logger
 from moontide_proto.v1 import prefill_pb2
 from prefill_node.config import PrefillConfig
@@ -122,6 +131,14 @@ class Coordinator:
         for request in self._open.values():
             request.interrupt.fire(NodeLost(f"prefill group {self._config.group_id} was lost: {reason}"))
 
+    def lose_store(self) -> None:
+        """The store process was started again: what it held for open requests is gone, so these end, retriable."""
+        for request in self._open.values():
+            if request.may_hold_reservation:
+                request.interrupt.fire(
+                    TransferFailed("the store process was restarted meanwhile; the prompt has to be computed again")
+                )
+
     async def run(self, message: prefill_pb2.PrefillRequest, emit: Emit) -> None:
         """Serve one request; returns after `completed`.
 
@@ -139,6 +156,9 @@ class Coordinator:
         except MoontideError as error:
             outcome = error.code
             log.warning("request failed", request_id=prompt.key.request_id, epoch=prompt.key.epoch, error=str(error))
+            raise
+        except Exception:
+            outcome = Internal.__name__
             raise
         finally:
             self._metrics.requests.labels(outcome).inc()

@@ -29,6 +29,8 @@ _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """A peer that lets so much pile up reads nothing any more."""
+_CLOSE_TIMEOUT_S = 1.0
+"""Longest wait at the end for bytes that the peer has not taken yet."""
 
 M = TypeVar("M", bound=Message)
 
@@ -69,9 +71,14 @@ class ControlConnection:
             raise NodeLost(f"unreadable message: {error}") from error
 
     async def close(self) -> None:
+        """What is queued is still sent, unless the peer has stopped reading."""
         self._writer.close()
+        closed = asyncio.ensure_future(self._writer.wait_closed())
+        await asyncio.wait([closed], timeout=_CLOSE_TIMEOUT_S)
+        if not closed.done():
+            self._writer.transport.abort()
         with suppress(OSError):
-            await self._writer.wait_closed()
+            await closed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +166,7 @@ class GroupLeader:
     async def dissolve(self) -> None:
         """After the end of an epoch: close every connection; the stages come back on new ones."""
         members, self._members = self._members, {}
-        for member in members.values():
-            await member.connection.close()
+        await asyncio.gather(*(member.connection.close() for member in members.values()))
 
     def broadcast(self, entry: stage_pb2.LogEntry) -> None:
         """Give an entry of the log to every other stage, in order; prompts' tokens stay here. Nothing after the epoch's end."""

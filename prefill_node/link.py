@@ -29,6 +29,7 @@ _FRAME = struct.Struct("<IQ")
 _MAGIC = b"MTL1"
 _MAX_HEADER_BYTES = 1 << 20
 _BACKLOG = 16
+_ACCEPT_RETRY_S = 0.1
 
 log = get_logger(__name__)
 
@@ -105,7 +106,13 @@ class LinkListener:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as handshakes:
             while True:
-                connection, _ = await loop.sock_accept(listening)
+                try:
+                    connection, _ = await loop.sock_accept(listening)
+                except OSError as error:
+                    # A peer that went away again, or no file descriptor left just now: the next epoch needs us all the same.
+                    log.warning("link not accepted", reason=str(error))
+                    await asyncio.sleep(_ACCEPT_RETRY_S)
+                    continue
                 handshakes.create_task(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:

@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 
 class StageThreads:
-    """The three threads of a stage process. Each runs one job at a time, in the order of submission."""
+    """The threads of a stage process. Each runs one job at a time, in the order of submission."""
 
     def __init__(self, *, torch_threads: int) -> None:
         def on_start() -> None:
@@ -54,6 +54,9 @@ class StageThreads:
         self.compute = ThreadPoolExecutor(1, "compute", initializer=on_start)
         self.put = ThreadPoolExecutor(1, "put")
         self.fetch = ThreadPoolExecutor(1, "fetch")
+        self.watch = ThreadPoolExecutor(1, "watch")
+        """Questions after the store's health: they may not queue behind other questions that the store leaves unanswered."""
+        self._is_closed = False
 
     async def wait_idle(self, *, timeout_s: float) -> None:
         """Return once everything submitted so far is over. Raises: Internal when a job does not end."""
@@ -67,10 +70,19 @@ class StageThreads:
                 f"a job of an ended epoch still runs after {timeout_s} s; the process has to be restarted"
             ) from error
 
-    def close(self) -> None:
-        """Let the threads end. Does not wait: after `wait_idle` they end at once, and a job that hangs never would."""
-        for thread in (self.compute, self.put, self.fetch):
-            thread.shutdown(wait=False, cancel_futures=True)
+    async def close(self, *, timeout_s: float) -> None:
+        """End the threads with the jobs they run. Idempotent.
+
+        Raises: Internal when a job does not end: the memory that it works on has to stay until the process ends.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            await self.wait_idle(timeout_s=timeout_s)
+        finally:
+            for thread in (self.compute, self.put, self.fetch, self.watch):
+                thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass

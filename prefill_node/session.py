@@ -39,7 +39,8 @@ class GroupSession:
         self.log = StepLog(epoch=epoch, num_stages=num_stages)
         self.pages_freed = asyncio.Event()
         self.last_report_s = clock.now()
-        """When a stage last reported progress, or the log was last empty."""
+        """When a stage last reported progress, or the log was last empty. While micro-batches are in flight only their ends count
+        as progress: a stage whose forward hangs still acknowledges everything else."""
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
@@ -95,8 +96,10 @@ class GroupSession:
 
     def on_report(self, stage_idx: int, report: stage_pb2.StageReport) -> None:
         """Raises: LogViolation when the report cannot be."""
-        now = self.last_report_s = self._clock.now()
+        now = self._clock.now()
         kind = report.WhichOneof("report")
+        if kind == "step_done" or not self.log.in_flight_steps:
+            self.last_report_s = now
         if kind == "step_done":
             self._on_step_done(stage_idx, report.step_done, now)
         elif kind == "puts_done":
@@ -125,7 +128,8 @@ class GroupSession:
     def _pump(self) -> None:
         """Fill the pipeline."""
         while planned := self._scheduler.next_micro_batch(in_flight_steps=self.log.in_flight_steps):
-            self._note_start()
+            if not self.log.in_flight_steps:
+                self.last_report_s = self._clock.now()
             self._send(self.log.append_compute([self._chunk(chunk) for chunk in planned]))
 
     def _chunk(self, planned: PlannedChunk) -> stage_pb2.Chunk:

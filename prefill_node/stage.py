@@ -22,7 +22,7 @@ from kvstore.node import NodeIdentity, StoreNode
 from kvstore.transfer.base import Transfer
 from model_runner.runner import StageRunner
 from moontide.clock import Clock, MonotonicClock
-from moontide.errors import ConfigError, DeadlineExceeded, MoontideError, NodeLost
+from moontide.errors import ConfigError, MoontideError, NodeLost
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
 from moontide.registry import Announcer, NodeRecord
@@ -44,6 +44,8 @@ _REGISTER_TIMEOUT_S = 60.0
 """Longest wait at start for the store service."""
 _DRAIN_TIMEOUT_S = 60.0
 """Longest wait for the jobs of an ended epoch; one forward or one batch of puts each."""
+_CLOSE_TIMEOUT_S = 20.0
+"""Longest wait for these jobs when the stage closes."""
 _STUCK_S = 300.0
 """With work in the log and no report for so long, a stage hangs although its heart beats."""
 
@@ -94,6 +96,7 @@ class Stage:
         self._ungrouped = asyncio.Event()
         self._ungrouped.set()
         self._store_problem: str | None = "the store was not asked yet"
+        self._store_boot_id = ""
         self._is_closing = False
         self.coordinator: Coordinator | None = None
         """On stage 0."""
@@ -148,12 +151,14 @@ class Stage:
         if self._listener is not None:
             await self._listener.close()
         await self._health.close()
-        self._threads.close()
+        # Cancelling the group's task may have cut short its own wait for the threads, and the pages go with the resources.
+        await self._threads.close(timeout_s=_CLOSE_TIMEOUT_S)
         await self._resources.aclose()
 
     async def _start(self) -> None:
         node, prefill = self._config.node, self._config.prefill
         identity = await self._register_layout()
+        self._store_boot_id = identity.boot_id
         await self._check_store()
         self.http_address = f"{node.host}:{await self._health.start(node.host, node.http_port)}"
         hello = self._hello()
@@ -174,7 +179,7 @@ class Stage:
                 while True:
                     try:
                         return await self._store_node.register_layout(self._layout)
-                    except (NodeLost, DeadlineExceeded) as error:
+                    except NodeLost as error:
                         log.info("waiting for the store service", reason=str(error))
                         await asyncio.sleep(1.0)
         except TimeoutError as error:
@@ -251,8 +256,10 @@ class Stage:
                 coordinator.close_session(reason)
                 if sender is not None:
                     sender.close()
-                await leader.dissolve()
-                await self._end_epoch(pipeline, epoch=formed.epoch, reason=reason)
+                try:
+                    await leader.dissolve()
+                finally:
+                    await self._end_epoch(pipeline, epoch=formed.epoch, reason=reason)
             await asyncio.sleep(_REJOIN_S)
 
     def _send(self, entry: stage_pb2.LogEntry) -> None:
@@ -368,8 +375,10 @@ class Stage:
 
     async def _end_epoch(self, pipeline: StagePipeline, *, epoch: int, reason: str) -> None:
         """Nothing of the epoch is left afterwards, and no thread touches the pages. Raises: Internal if a job hangs."""
-        await self._set_grouped(False, epoch=epoch, reason=reason)
-        await pipeline.close(timeout_s=_DRAIN_TIMEOUT_S)
+        try:
+            await self._set_grouped(False, epoch=epoch, reason=reason)
+        finally:
+            await pipeline.close(timeout_s=_DRAIN_TIMEOUT_S)
 
     async def _set_grouped(self, is_grouped: bool, *, epoch: int, reason: str = "") -> None:
         if is_grouped == self.is_grouped:
@@ -415,7 +424,9 @@ class Stage:
                 self._leader.lose(f"no stage has reported progress for {_STUCK_S} s")
 
     async def _check_store(self) -> None:
-        if not await asyncio.to_thread(self._transfer.healthy):
+        """Raises: AttachmentLost, which ends this process."""
+        loop = asyncio.get_running_loop()
+        if not await loop.run_in_executor(self._threads.watch, self._transfer.healthy):
             self._store_problem = (
                 f"the store does not answer (master {self._config.store.master_http}, "
                 f"client {self._config.store.client_address})"
@@ -423,11 +434,15 @@ class Stage:
             return
         try:
             # Also tells a store process that was restarted which layout this group uses.
-            await self._store_node.register_layout(self._layout)
+            identity = await self._store_node.register_layout(self._layout)
         except MoontideError as error:
             self._store_problem = str(error)
-        else:
-            self._store_problem = None
+            return
+        self._store_problem = None
+        if identity.boot_id != self._store_boot_id:
+            self._store_boot_id = identity.boot_id
+            if self.coordinator is not None:
+                self.coordinator.lose_store()
 
     async def _publish(self) -> None:
         """Tell health checks and the registry."""

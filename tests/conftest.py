@@ -8,6 +8,15 @@ import pytest
 
 from tests.cluster import RunningCluster, running_cluster
 
+PROCESS_FOLDERS = ("tests/integration/", "tests/fault/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of real processes run one after the other (`make test`): they need the cores for themselves."""
+    for item in items:
+        if item.nodeid.startswith(PROCESS_FOLDERS):
+            item.add_marker(pytest.mark.processes)
+
 
 @pytest.fixture(scope="session")
 def smollm2_cluster() -> Iterator[RunningCluster]:

@@ -16,6 +16,10 @@ class StoreUnavailable(TransferFailed):
     """The store did not answer. That says nothing about what it holds."""
 
 
+class AttachmentLost(TransferFailed):
+    """The store process serves, but not this process: it took it for dead and let go of its memory. Only a new process helps."""
+
+
 class PutStatus(Enum):
     STORED_OR_OPEN = auto()
     """Stored now or before, or another writer has the key open: only `exists` proves that the object is there."""
@@ -86,7 +90,10 @@ class Transfer(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """Whether the store answers, asked anew, in about a second at most."""
+        """Whether the store answers and reaches this process' memory, asked anew, in about a second at most.
+
+        Raises: AttachmentLost when it will never reach that memory again.
+        """
         ...
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 Bytes go by memcpy between an arena here and the store process, and from there to other hosts through the transfer engine.
 The store process owns all objects, so killing this process loses none. When the store process dies every call fails at
 once; the library attaches again by itself, arenas included, within about three seconds of its restart on the same port.
-It can do so for one MooncakeTransfer per process only, because it mixes up the memory of several.
+It can do so for one MooncakeTransfer per process only, because it mixes up the memory of several. A process that stood
+still for more than ten seconds is given up by the store process, and the library does not notice: see AttachmentLost.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from kvstore.access import StoreAccessConfig
 from kvstore.transfer.base import (
     Arena,
+    AttachmentLost,
     GetItem,
     GetStatus,
     PutItem,
@@ -28,6 +30,7 @@ from kvstore.transfer.base import (
     StoreUnavailable,
     check_arena_room,
 )
+from moontide.clock import Clock, MonotonicClock
 from moontide.errors import ConfigError
 from moontide.log import get_logger
 
@@ -41,6 +44,10 @@ _HTTP_TIMEOUT_S = 1.0
 _ATTACH_TIMEOUT_S = 60.0
 """Longest wait at start for this host's store process."""
 _ATTACH_RETRY_S = 0.2
+_REATTACH_TIMEOUT_S = 10.0
+"""Longest wait until a store process that answers reaches our memory again; the library needs three seconds after a restart."""
+_PROBE_KEY = "probe"
+"""Names no object, ever."""
 _QUERY_TIMEOUT_S = 5.0
 
 # Codes of the library, from its troubleshooting page.
@@ -57,7 +64,7 @@ log = get_logger(__name__)
 class MooncakeTransfer:
     """See Transfer. Thread safe."""
 
-    def __init__(self, *, client_address: str, master_http: str, arena_bytes: int) -> None:
+    def __init__(self, *, client_address: str, master_http: str, arena_bytes: int, clock: Clock | None = None) -> None:
         """Attach to the store process at `client_address`.
 
         Args:
@@ -72,6 +79,9 @@ class MooncakeTransfer:
         self._used_bytes = 0
         self._lock = threading.Lock()
         self._closed = False
+        self._clock = clock or MonotonicClock()
+        self._probe_address: int | None = None
+        self._detached_since_s: float | None = None
         self._peer = _PeerWatch(client_address)
         if not self._peer.alive():
             raise StoreUnavailable(
@@ -95,6 +105,7 @@ class MooncakeTransfer:
                     f"the store process at {self._client_address} refused {nbytes} bytes: code {code}"
                 )
             self._used_bytes += nbytes
+            self._probe_address = address
         return Arena(address, nbytes, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
 
     def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
@@ -130,7 +141,7 @@ class MooncakeTransfer:
             status, _ = self._http_get("/health", _HTTP_TIMEOUT_S)
         except StoreUnavailable:
             return False
-        return status == 200
+        return status == 200 and self._is_attached()
 
     def close(self) -> None:
         with self._lock:
@@ -139,6 +150,27 @@ class MooncakeTransfer:
             self._closed = True
         self._store.close()
         self._peer.close()
+
+    def _is_attached(self) -> bool:
+        """Ask for an object that is not there: the answer is "not found" only if it could have been copied to our memory."""
+        if self._probe_address is None:
+            return True
+        if self._closed or not self._peer.alive():
+            self._detached_since_s = None
+            return False
+        (code,) = self._store.batch_get_into([_PROBE_KEY], [self._probe_address], [1])
+        if code == _NOT_FOUND:
+            self._detached_since_s = None
+            return True
+        now_s = self._clock.now()
+        if self._detached_since_s is None:
+            self._detached_since_s = now_s
+        if now_s - self._detached_since_s >= _REATTACH_TIMEOUT_S:
+            raise AttachmentLost(
+                f"the store process at {self._client_address} has not reached this process' memory for {_REATTACH_TIMEOUT_S} s "
+                f"(code {code}); this process has to be started again"
+            )
+        return False
 
     def _in_batches(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], list[int]]) -> list[int]:
         """Codes of all items; when the store process is dead the rest fails without being tried."""

@@ -51,7 +51,7 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Computes the KV of a prompt, seals it in the store and samples one token. Cancelling the call cancels the request.
-        Errors are gRPC statuses; `moontide-retriable: 1` in the trailers says that another attempt may succeed.
+        Errors are gRPC statuses; the trailer `moontide-error` names the class (moontide/errors.py), which says whether to try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

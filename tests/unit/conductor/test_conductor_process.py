@@ -94,6 +94,7 @@ def test_process_serves_registers_and_drains_without_torch(tmp_path: Path, model
         ("conductor.max_atempts=3", "did you mean conductor.max_attempts"),
         ("conductor.max_attempts=0", "conductor.max_attempts=0 must be at least 1"),
         ("node.http_port={taken}", "{taken}"),
+        ("node.http_port={taken}", "choose another port"),
         ("node.grpc_port={taken}", "127.0.0.1:{taken}"),
     ],
 )

@@ -15,7 +15,7 @@ from conductor.tokenizer import ChatMessage
 from conductor.validation import ChatPrompt, TokenPrompt
 from moontide.errors import DeadlineExceeded, MoontideError, NoCapacity, NodeLost, PromptTooLong, Rejected
 from moontide.sampling_params import FinishReason
-from moontide_proto.v1 import decode_pb2_grpc
+from moontide_proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 
 async def test_answer_streams_to_the_end_token(front: Front) -> None:
@@ -123,6 +123,7 @@ async def test_ttft_parts_add_up_and_spans_lie_inside_the_request(front: Front) 
     assert timeline is not None
     assert timeline.ttft_parts == parts
     assert timeline.outcome == "stop"
+    assert front.metric("conductor_handoff_seconds_count") == 1
     assert {"tokenize", "route", "prefill call", "handoff", "decode", "chunk", "pull"} <= {
         s.name for s in timeline.spans
     }
@@ -159,6 +160,16 @@ async def test_decode_fault_continues_after_what_the_client_has(front: Front, fa
     await front.settle()
 
 
+async def test_blocks_missing_twice_are_computed_under_names_of_their_own(front: Front) -> None:
+    """A damaged block keeps its name in the store, so that computing it again under that name does not help."""
+    front.cluster.decode[0].faults.extend(["missing", "missing"])
+    assert text_of(await front.generate()) == ANSWER_TEXT
+    salts = [call.cache_salt for call in front.cluster.prefill[0].calls]
+    assert salts[:2] == ["", ""]
+    assert salts[2:] == [front.cluster.prefill[0].calls[2].request_id]
+    await front.settle()
+
+
 async def test_lost_node_is_replaced_by_another(model_dir: Path) -> None:
     async with open_front(model_dir, num_prefill=2, num_decode=2) as front:
         for node in front.cluster.prefill:
@@ -171,6 +182,32 @@ async def test_lost_node_is_replaced_by_another(model_dir: Path) -> None:
         assert text_of(await running) == ANSWER_TEXT
         assert len(other.calls) == 1
         await until(lambda: front.conductor.num_active == 0)
+
+
+async def test_call_on_the_channel_of_a_node_that_has_moved_is_redone(front: Front) -> None:
+    prefill = front.cluster.prefill[0]
+    old_server = front.cluster.servers["prefill-0"]
+    prefill.may_sample.clear()
+    on_old_address = asyncio.create_task(front.generate(request_id="a"))
+    await until(lambda: bool(prefill.open))
+    await front.cluster.serve(
+        "prefill-0", "prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, prefill, "moontide.v1.Prefill"
+    )
+    on_new_address = asyncio.create_task(front.generate(request_id="b"))
+    await until(lambda: front.metric("conductor_retries_total", reason="NodeLost") == 1)
+    prefill.may_sample.set()
+    assert text_of(await on_old_address) == ANSWER_TEXT
+    assert text_of(await on_new_address) == ANSWER_TEXT
+    await front.settle()
+    await old_server.close()
+
+
+async def test_session_forgets_a_request_that_failed_on_the_decode_instance(front: Front) -> None:
+    front.cluster.decode[0].faults.append("missing")
+    await front.generate()
+    await front.settle()
+    record = front.cluster.registry.records["decode-0"]
+    assert front.conductor._sessions.get(record).num_requests == 0
 
 
 async def test_request_waits_for_a_node_to_come_back_until_its_deadline(front: Front) -> None:

@@ -15,7 +15,9 @@ import openai
 import pytest
 import pytest_asyncio
 from front import ANSWER_TEXT, MODEL, PROMPT_TEXT, Front, open_front, until
+from pydantic import ValidationError
 
+from conductor.openai_schema import Body, ChatBody, CompletionBody
 from tests.fakes.text_model import MAX_CONTEXT
 
 
@@ -150,6 +152,23 @@ async def test_sampling_fields_reach_the_nodes(front: Front, http: httpx.AsyncCl
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 5)
     assert (sampling.seed, sampling.ignore_eos, list(sampling.stop_token_ids)) == (2**64 - 1, True, [3])
     assert (sampling.max_tokens, list(sampling.eos_token_ids), sampling.HasField("logprobs")) == (2, [], False)
+
+
+async def test_top_k_beyond_the_vocabulary_cuts_nothing(front: Front, http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json=completion(top_k=2**31))
+    assert response.status_code == 200, response.text
+    assert front.cluster.prefill[0].calls[0].sampling.top_k == front.conductor.model.vocab_size
+
+
+async def test_lines_of_a_stream_end_where_events_end_for_every_reader(model_dir: Path) -> None:
+    text = "one\u2028two\u0085three"
+    async with (
+        open_front(model_dir, answer_text=text) as front,
+        httpx.AsyncClient(base_url=front.http_url) as http,
+        http.stream("POST", "/v1/completions", json=completion(stream=True)) as response,
+    ):
+        events = [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
 async def test_stop_string_over_http(http: httpx.AsyncClient) -> None:
@@ -311,8 +330,9 @@ async def test_bad_chat_is_refused_by_name(http: httpx.AsyncClient, fields: dict
 
 async def test_neutral_values_of_unsupported_fields_are_accepted(http: httpx.AsyncClient) -> None:
     body = chat(
-        n=1, tools=None, tool_choice="none", response_format={"type": "text"}, min_p=0, logit_bias=None, logprobs=False
-    )
+        n=1, tools=None, tool_choice="none", response_format={"type": "text"}, min_p=0, logit_bias=None, logprobs=False,
+        top_logprobs=0,
+    )  # fmt: skip
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
@@ -326,6 +346,25 @@ async def test_broken_body_is_a_400(front: Front, http: httpx.AsyncClient, data:
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "BadRequest"
     assert front.cluster.prompts() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(CompletionBody, {"stop": [1]}), (CompletionBody, {"stop_token_ids": ["a"]}), (ChatBody, {"messages": [1]}),
+     (ChatBody, {"messages": [{"role": "user", "content": [1]}]})],
+)  # fmt: skip
+def test_long_list_of_wrong_items_is_given_up_at_the_first(kind: type[Body], fields: dict[str, Any]) -> None:
+    """Millions of them fit into one body, and a report on each would stop the event loop for minutes."""
+    data = json.dumps(fields).replace("[1]", f"[{','.join(['1'] * 1000)}]").replace('["a"]', json.dumps(["a"] * 1000))
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(data)
+    assert caught.value.error_count() <= 2, "one per way to read the field"
+
+
+async def test_body_that_is_not_what_its_encoding_says_is_a_400(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", content=b"plain", headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 400, response.text
+    assert "Content-Encoding" in response.json()["error"]["message"]
 
 
 async def test_body_too_large_is_a_413_and_the_service_goes_on(model_dir: Path) -> None:

@@ -24,7 +24,7 @@ from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.config import ModelConfig
 from moontide.clock import MonotonicClock
 from moontide.config import NodeConfig, RegistryConfig
-from moontide.errors import ConfigError
+from moontide.errors import ConfigError, Internal
 from moontide.registry import NODE_KEY_PREFIX, NodeRecord, connect
 from moontide.rpc import open_channel
 from moontide.sampling_params import SamplingParams
@@ -238,6 +238,16 @@ async def test_ready_is_red_while_the_store_is_away(model_dir: Path, store: Memo
         assert (status, "master does not answer" in reason) == (503, True)
         store.available = True
         await wait_for(lambda: node.not_ready() is None)
+
+
+@pytest.mark.parametrize("thread", ["pull", "compute"])
+async def test_node_whose_worker_thread_has_ended_gives_up(model_dir: Path, store: MemoryStore, thread: str) -> None:
+    """Its requests would hang until their deadlines; the end of the process sends them to another node."""
+    async with running_node(node_config(model_dir), store) as node:
+        await asyncio.to_thread({"pull": node.requests._pulls, "compute": node.requests._steps}[thread].close)
+        assert "worker thread" in (node.not_ready() or "")
+        with pytest.raises(Internal, match="worker thread"):
+            await asyncio.wait_for(node.wait_failed(), TIMEOUT_S)
 
 
 async def test_metrics_show_what_happened(model_dir: Path, prefill: Prefill, store: MemoryStore) -> None:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.cli import main
 from deploy.local import describe_code, start_error
@@ -63,13 +64,29 @@ def test_nobody_at_the_address_is_said_with_the_way_out(
     assert "moontide up" in err
 
 
-def test_prompt_that_is_no_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("source", ["file", "argument", "standard input"])
+def test_prompt_that_is_no_utf8_is_refused(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "prompt"
     path.write_bytes(b"ab\xff")
-    code, _, err = run(capsys, "generate", "--prompt-file", str(path))
+    as_python_reads_it = "ab\udcff"
+    monkeypatch.setattr("sys.stdin", io.StringIO(as_python_reads_it))
+    argv = {"file": ("--prompt-file", str(path)), "argument": (as_python_reads_it,), "standard input": ()}[source]
+    code, _, err = run(capsys, "generate", *argv)
     assert code == 2
     assert "no valid UTF-8" in err
-    assert "at byte 2" in err
+    assert "at position 2" in err
+
+
+@pytest.mark.parametrize("argv", [("",), ()])
+def test_empty_prompt_is_refused(
+    argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    code, _, err = run(capsys, "generate", *argv)
+    assert code == 2
+    assert "the prompt is empty" in err
 
 
 def test_prompt_on_a_terminal_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +107,13 @@ def test_options_are_short_for_settings(capsys: pytest.CaptureFixture[str]) -> N
     assert "chunk_tokens: 256" in out
     assert "name: m" in out
     assert "decode: 2" in out
+
+
+@pytest.mark.parametrize("model", ["/data/a #b", "007", "a: b", "~", "naïve 🌙"])
+def test_option_is_taken_literally(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "up", "--model", model, "--print-config")
+    assert code == 0
+    assert yaml.safe_load(out)["model"]["name"] == model
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

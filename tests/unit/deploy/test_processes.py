@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes import Command, Exit, ProcessLauncher
+from deploy.processes import NOT_RUN_CODE, Command, Exit, ProcessLauncher
 from deploy.sessions import kill_sessions, session_members
 from tests.cluster import wait_for
 
@@ -70,6 +70,19 @@ def test_frozen_process_is_killed_too(launcher: ProcessLauncher, tmp_path: Path)
     launcher.send_signal("a", signal.SIGSTOP)
     assert launcher.stop(["a"], timeout_s=0.2) == ["a"]
     assert session_members([pid]) == []
+
+
+def test_program_that_cannot_be_run_for_a_while_is_tried_again(launcher: ProcessLauncher, tmp_path: Path) -> None:
+    program, away = tmp_path / "program", tmp_path / "away"
+    program.write_text("#!/bin/sh\nsleep 600\n")
+    program.chmod(0o755)
+    launcher.start(Command(name="a", argv=(str(program),), log_path=tmp_path / "a.log"))
+    first = running_pid(launcher, "a")
+    program.rename(away)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: Exit("a", NOT_RUN_CODE) in launcher.exits(), "it cannot be run", TIMEOUT_S)
+    away.rename(program)
+    wait_for(lambda: launcher.pid("a") not in (None, first), "it starts again", TIMEOUT_S)
 
 
 def test_missing_program_is_an_error_of_start(launcher: ProcessLauncher, tmp_path: Path) -> None:

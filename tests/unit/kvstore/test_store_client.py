@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvstore.block import BlockHash
-from kvstore.client import BlockRef, StoreClient
+from kvstore.client import BlockRef, StoreClient, StoreNodeClient
 from kvstore.layout import TRAILER_BYTES, KVLayout
 from kvstore.transfer.base import Arena, PutStatus, StoreUnavailable
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
+from moontide.errors import NodeLost
+from moontide.rpc import Server
+from moontide_proto.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 LAYOUT = KVLayout(
     model_fingerprint="f",
@@ -161,3 +166,33 @@ def test_a_store_that_is_down_is_a_miss_for_get_and_an_error_for_missing(
     assert client.get_group(0, [(A, at(arena, 4))]) == [False]
     with pytest.raises(StoreUnavailable):
         client.missing([A])
+
+
+class StuckService(kvstore_pb2_grpc.KvStoreServicer):
+    """Takes calls and never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def GetStats(self, _request: kvstore_pb2.KvStoreStatsRequest, _context: Any) -> kvstore_pb2.KvStoreStats:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("end", ["silence", "shutdown"])
+async def test_a_store_process_that_does_not_answer_is_lost_and_no_deadline_of_a_request(end: str) -> None:
+    server, service = Server(), StuckService()
+    server.add(kvstore_pb2_grpc.add_KvStoreServicer_to_server, service, "moontide.v1.KvStore")
+    port = await server.start("127.0.0.1", 0)
+    node = StoreNodeClient(f"127.0.0.1:{port}", timeout_s=0.2 if end == "silence" else 20.0)
+    try:
+        asking = asyncio.create_task(node.stats())
+        await service.asked.wait()
+        if end == "shutdown":
+            await server.close()
+        with pytest.raises(NodeLost, match="kvstore 127"):
+            await asking
+    finally:
+        await node.close()
+        await server.close()

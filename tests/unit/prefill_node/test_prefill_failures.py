@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvstore.node import NodeIdentity
 from model_runner.runner import Segment, StageRunner
 from moontide import rpc
-from moontide.errors import NodeLost
+from moontide.errors import NodeLost, TransferFailed
 from moontide_proto.v1 import prefill_pb2_grpc
 from tests.unit.prefill_node.rig import (
     BLOCK_TOKENS,
@@ -290,6 +292,33 @@ async def test_store_that_is_down_turns_ready_red_and_back(model_dir: Path) -> N
         await assert_serves(group)
 
 
+async def test_restarted_store_ends_open_requests_at_once_and_retriable(model_dir: Path) -> None:
+    async with running_group(model_dir, num_stages=2, seal_timeout_s=2 * WAIT_S) as group:
+        group.gates.exists.shut()
+        answering = asyncio.create_task(group.prefill(make_prompt(CHUNK_TOKENS)))
+        await eventually(lambda: group.gates.exists.arrived > 0, "a request that waits for its objects")
+        group.node._identity = NodeIdentity(node_id="local", boot_id="another")
+        with pytest.raises(TransferFailed, match="restarted"):
+            await answering
+        group.gates.exists.open()
+        await group.until_idle()
+        await assert_serves(group)
+
+
+async def test_store_that_leaves_look_ups_unanswered_is_still_seen_to_be_down(model_dir: Path) -> None:
+    async with running_group(model_dir, num_stages=1) as group:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        group.gates.exists.shut()
+        asking = asyncio.create_task(group.prefill(make_prompt(CHUNK_TOKENS)))
+        await eventually(lambda: group.gates.exists.arrived > 0, "a look-up that waits")
+        group.store.available = False
+        await eventually(lambda: group.stages[0].not_ready() is not None, "a red stage")
+        assert not asking.done()
+        group.store.available = True
+        group.gates.exists.open()
+        assert (await asking).completed is not None
+
+
 async def test_drain_lets_open_requests_end(model_dir: Path) -> None:
     group = Group(model_dir, num_stages=2)
     try:
@@ -303,4 +332,32 @@ async def test_drain_lets_open_requests_end(model_dir: Path) -> None:
         assert (await answering).completed is not None
         await closing
     finally:
+        await group.close()
+
+
+async def test_close_while_an_epoch_ends_keeps_the_pages_until_the_forward_is_over(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(model_dir, num_stages=2)
+    try:
+        await group.start()
+        held = HeldForwards(monkeypatch, stage_idx=0)
+        stage, freed = group.stages[0], asyncio.Event()
+        stage._resources.callback(freed.set)
+        asking = asyncio.create_task(group.prefill(make_prompt(CHUNK_TOKENS)))
+        await eventually(held.arrived.is_set, "a forward on stage 0")
+        await group.stages[1].close()
+        await eventually(lambda: not stage.is_grouped, "the loss of stage 1")
+        with pytest.raises(NodeLost):
+            await asking
+        closing = asyncio.create_task(stage.close())
+        await eventually(lambda: all(task.done() for task in stage._tasks), "the end of the stage's tasks")
+        # Whatever else the close does, it must not get past the forward.
+        done, _ = await asyncio.wait([closing, asyncio.create_task(freed.wait())], timeout=0.5)
+        assert not done
+        held.release()
+        await closing
+        assert freed.is_set()
+    finally:
+        held.release()
         await group.close()
