@@ -195,7 +195,7 @@ def test_timings_and_timeline_of_a_request_and_an_interrupt_that_lets_open_reque
             capture_output=True, text=True, timeout=60, check=True,
         ).stdout  # fmt: skip
         total_ms, measured_ms = (float(re.findall(rf"{word} +([0-9.]+)", answered)[0]) for word in ("sum", "measured"))
-        assert abs(total_ms - measured_ms) <= 5.0
+        assert 0 < total_ms <= measured_ms
         request_id = re.findall(r"^request (\S+):", answered, flags=re.MULTILINE)[0]
         trace = tmp_path / "trace.json"
         shown = subprocess.run(
