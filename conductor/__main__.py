@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import socket
@@ -69,6 +70,7 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
         announcer = Announcer(config.registry, partial(_record, config, conductor, grpc_port, http_port, _boot_id()))
         await announcer.start()
         opened.push_async_callback(announcer.close)
+        _keep_out_of_collections()
         log.info(
             "serving", http=f"{config.node.host}:{http_port}", grpc=f"{config.node.host}:{grpc_port}", model=model.name
         )
@@ -89,6 +91,12 @@ async def _keep_health(server: Server, conductor: Conductor, stop: asyncio.Event
                 await stop.wait()
         except TimeoutError:
             continue
+
+
+def _keep_out_of_collections() -> None:
+    """What lives as long as the process is not looked at again by the collector, which stops the event loop meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def _boot_id() -> str:

@@ -7,17 +7,14 @@ async with MoontideClient("127.0.0.1:9000") as client:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, cast
 
-import grpc
 import grpc.aio
 
 from moontide import rpc
-from moontide.errors import NodeLost
 from moontide.sampling_params import SampledToken
 from moontide.timeline import Timeline, TtftParts
 from moontide.token_ids import pack_token_ids
@@ -126,17 +123,8 @@ class MoontideClient:
         await self._channel.close()
 
     async def connect(self) -> None:
-        """Open the connection now instead of with the first call. Raises: NodeLost."""
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                state = self._channel.get_state(try_to_connect=True)
-                while state is not grpc.ChannelConnectivity.READY:
-                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        raise NodeLost(f"conductor {self._address} is not reachable")
-                    await self._channel.wait_for_state_change(state)
-                    state = self._channel.get_state(try_to_connect=True)
-        except TimeoutError as error:
-            raise NodeLost(f"conductor {self._address} is not reachable within {CALL_TIMEOUT_S} s") from error
+        """Open the connection now instead of with the first call, and see that a conductor answers. Raises: NodeLost."""
+        await self.status()
 
     async def generate(
         self,
