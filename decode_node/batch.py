@@ -2,13 +2,13 @@
 
 Pure state: no clock, no thread, no tensor, no socket. One owner calls it (the event loop, see requests.py).
 
-    open --> waiting_pages --> pulling --> ready --> running --> ended --> forgotten
+    open --> waiting_pages <-> pulling --> ready --> running --> ended --> forgotten
                   |               |          |                    ^
                   +---------------+----------+--- end() ----------+
 
 Pages are reserved for a whole request before its first block is pulled, first come first served, so that a running
-request never runs out. An ended request keeps its pages until no get and no forward of it is open (the fence): until
-then somebody may still write into them.
+request never runs out; a started request may take them from one that nothing can be pulled for yet (see admit). An ended
+request keeps its pages until no get and no forward of it is open (the fence): until then somebody may still write into them.
 
 Blocks of one request:  [0, num_taken) given to a pull at least once | [.., num_available) may be pulled | not sealed yet
 """
@@ -139,15 +139,24 @@ class Batch:
         entry.num_available = entry.num_blocks
 
     def admit(self) -> list[RequestKey]:
-        """Give pages to waiting requests, in order, until the next one does not fit; returns those that got theirs."""
+        """Give pages to waiting requests, in order, until the next one does not fit; returns those that got theirs.
+
+        A request that has started comes before those of which nothing is sealed yet, and takes the pages of the youngest of
+        them if it must: its KV holds room in the store that their prefill may be waiting for, so they could wait for
+        each other until a deadline.
+        """
         admitted: list[RequestKey] = []
+        for entry in [self._entries[key] for key in self._waiting if self._entries[key].started]:
+            if self._reclaim(entry.num_pages):
+                self._waiting.remove(entry.key)
+                self._give_pages(entry)
+                admitted.append(entry.key)
         while self._waiting:
             entry = self._entries[self._waiting[0]]
             if entry.num_pages > self._pages.num_free:
                 break
             self._waiting.popleft()
-            entry.pages = self._pages.allocate(entry.num_pages)
-            entry.phase = Phase.PULLING
+            self._give_pages(entry)
             admitted.append(entry.key)
         return admitted
 
@@ -232,12 +241,35 @@ class Batch:
         assert len(held) == len(set(held)), "a page serves two requests"
         assert len(held) + self._pages.num_free == self.num_pages, "a page is lost"
         assert self._num_in_steps == sum(entry.step_open for entry in self._entries.values()) <= self._max_batch
-        assert len(self._waiting) <= self._max_queue
         by_phase = {phase: [e.key for e in self._entries.values() if e.phase is phase] for phase in Phase}
         assert by_phase[Phase.WAITING_PAGES] == list(self._waiting), "the queue is not in order of arrival"
         assert set(by_phase[Phase.READY]) == set(self._ready)
         for entry in self._entries.values():
             _check_entry(entry)
+
+    def _give_pages(self, entry: Entry) -> None:
+        entry.pages = self._pages.allocate(entry.num_pages)
+        entry.phase = Phase.PULLING
+
+    def _reclaim(self, num_pages: int) -> bool:
+        """Make `num_pages` free, from requests that have pages and no block to pull yet; False, and no change, if that is not enough."""
+        victims: list[Entry] = []
+        num_free = self.num_free_pages
+        for entry in reversed(self._entries.values()):
+            if num_free >= num_pages:
+                break
+            if entry.phase is Phase.PULLING and entry.num_available == 0 and not entry.started:
+                victims.append(entry)
+                num_free += entry.num_pages
+        if num_free < num_pages:
+            return False
+        for entry in victims:
+            self._pages.free(entry.pages)
+            entry.pages = []
+            entry.phase = Phase.WAITING_PAGES
+        if victims:
+            self._waiting = deque(key for key, entry in self._entries.items() if entry.phase is Phase.WAITING_PAGES)
+        return True
 
     def _forget_unless_fenced(self, entry: Entry) -> None:
         if not entry.is_fenced:
