@@ -18,6 +18,8 @@ _Item = TypeVar("_Item")
 _FirstErrorOnly = Annotated[list[_Item], Field(fail_fast=True)]
 """A list that is given up at its first wrong item: a report on each of a million would stop the event loop for seconds."""
 
+MAX_SHOWN_CHARS = 60
+"""Of a refused value in an error."""
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 _COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -102,7 +104,9 @@ class Body(BaseModel):
         """Raises: BadRequest for a field that is not supported, unless it has the value that means nothing."""
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral and value is not None and value not in self.neutral[name]:
-                raise BadRequest(f"{name} is not supported; leave it out", param=name)
+                shown = repr(value)
+                shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
+                raise BadRequest(f"{name} is not supported (found {shown}); leave it out", param=name)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream=true", param="stream_options")
 

@@ -276,7 +276,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop_token_ids": [10**6]}, 400, "1000000"),
     ({"stop_token_ids": [-1]}, 400, "-1"),
     ({"stream_options": {"include_usage": True}}, 400, "needs stream=true"),
-    ({"n": 2}, 400, "n is not supported"),
+    ({"n": 2}, 400, "n is not supported (found 2)"),
     ({"best_of": 2}, 400, "best_of is not supported"),
     ({"echo": True}, 400, "echo is not supported"),
     ({"suffix": "x"}, 400, "suffix is not supported"),
