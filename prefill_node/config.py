@@ -9,6 +9,10 @@ from model_runner.config import ModelConfig
 from moontide.config import NodeConfig, RegistryConfig, check_port
 from moontide.errors import ConfigError
 
+MODES = ("cpp", "chunked-serial", "request-pp")
+POLICIES = ("lars", "edf", "srpt", "fcfs")
+CHUNKINGS = ("equal-time", "fixed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
@@ -24,8 +28,21 @@ class PrefillConfig:
     """host:port where stage 0 listens for the other stages; they connect to it."""
     link_port: int = 0
     """Port where this stage takes hidden states from the stage before it; 0 takes a free one."""
-    chunk_tokens: int = 512
-    """Most prompt tokens in one micro-batch. Larger: fewer bubbles per token, later first chunk. Multiple of kv.block_tokens."""
+    mode: str = "cpp"
+    """cpp: the next chunk of a prompt enters as soon as the one before has left stage 0 | chunked-serial: only after it has left the
+    last stage | request-pp: a prompt is one step. The latter two are there to be compared with."""
+    policy: str = "lars"
+    """Whose chunk is next: lars: least slack for its work | edf: earliest deadline | srpt: least work left | fcfs: first come."""
+    chunking: str = "equal-time"
+    """equal-time: as many chunks as the measured step times say is best, each taking equally long | fixed: chunk_tokens each."""
+    chunk_tokens: int = 2048
+    """Most prompt tokens in one step, which bounds its memory; their number with chunking=fixed. Multiple of kv.block_tokens."""
+    max_step_s: float = 0.5
+    """Longest planned step of a stage: what a short prompt waits for behind a long one, per step in flight. For equal-time."""
+    starvation_s: float = 30.0
+    """A prompt that got no step, or no pages, for so long goes first once, whatever the policy."""
+    layer_split: str = ""
+    """Layers of each stage, as "16,14": borders are multiples of kv.layer_group; empty: as even as they allow."""
     num_pages: int = 0
     """Pages of this stage, one block each; 0 makes room for two prompts of the model's full context."""
     slack: int = 1
@@ -50,13 +67,18 @@ class PrefillConfig:
             raise ConfigError(
                 f"prefill.stage_idx={self.stage_idx} must lie in [0, num_stages={self.num_stages}); count from 0"
             )
+        for name, choices in (("mode", MODES), ("policy", POLICIES), ("chunking", CHUNKINGS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"prefill.{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         for name in ("chunk_tokens", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"prefill.{name}={getattr(self, name)} must be at least 1")
         for name in ("num_pages", "slack"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"prefill.{name}={getattr(self, name)} must be 0 or more")
-        for name in ("heartbeat_s", "lease_s", "seal_timeout_s"):
+        for name in ("heartbeat_s", "lease_s", "seal_timeout_s", "max_step_s", "starvation_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"prefill.{name}={getattr(self, name)} must be above 0 seconds")
         if self.peer_timeout_s < 2 * self.heartbeat_s:

@@ -59,17 +59,19 @@ class Token(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., output_idx: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Span(_message.Message):
-    __slots__ = ("name", "track", "start_s", "duration_s", "first_token", "num_tokens")
+    __slots__ = ("name", "track", "start_s", "duration_s", "first_token", "num_tokens", "predicted_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TRACK_FIELD_NUMBER: _ClassVar[int]
     START_S_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     track: str
     start_s: float
     duration_s: float
     first_token: int
     num_tokens: int
-    def __init__(self, name: _Optional[str] = ..., track: _Optional[str] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    predicted_s: float
+    def __init__(self, name: _Optional[str] = ..., track: _Optional[str] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., predicted_s: _Optional[float] = ...) -> None: ...

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "token_ids", "sampling", "output_idx", "cache_salt", "timeout_s")
+    __slots__ = ("request_id", "epoch", "token_ids", "sampling", "output_idx", "cache_salt", "timeout_s", "ttft_slo_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class PrefillRequest(_message.Message):
     OUTPUT_IDX_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     token_ids: bytes
@@ -23,7 +24,8 @@ class PrefillRequest(_message.Message):
     output_idx: int
     cache_salt: str
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., output_idx: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    ttft_slo_s: float
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., output_idx: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "sealed", "first_token", "completed")
@@ -62,16 +64,18 @@ class FirstToken(_message.Message):
     def __init__(self, token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., timings: _Optional[_Union[PrefillTimings, _Mapping]] = ...) -> None: ...
 
 class PrefillTimings(_message.Message):
-    __slots__ = ("queue_s", "fetch_s", "compute_s", "total_s")
+    __slots__ = ("queue_s", "fetch_s", "compute_s", "total_s", "predicted_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     FETCH_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     fetch_s: float
     compute_s: float
     total_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
+    predicted_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ..., predicted_s: _Optional[float] = ...) -> None: ...
 
 class PrefillCompleted(_message.Message):
     __slots__ = ("num_blocks", "has_partial", "spans", "age_s")

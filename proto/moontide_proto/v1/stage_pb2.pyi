@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size")
+    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size", "step_model")
     STAGE_IDX_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class Hello(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
     stage_idx: int
     num_stages: int
     boot_id: str
@@ -23,7 +24,20 @@ class Hello(_message.Message):
     num_pages: int
     layout_digest: bytes
     hidden_size: int
-    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ...) -> None: ...
+    step_model: StepModel
+    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ...) -> None: ...
+
+class StepModel(_message.Message):
+    __slots__ = ("overhead_s", "token_s", "pair_s", "knee_tokens")
+    OVERHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    KNEE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    overhead_s: float
+    token_s: float
+    pair_s: float
+    knee_tokens: int
+    def __init__(self, overhead_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., knee_tokens: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("epoch", "next_link_address", "num_pages")
@@ -82,16 +96,18 @@ class Chunk(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., request_epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_pages: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., is_last: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., output_idx: _Optional[int] = ...) -> None: ...
 
 class FetchPrefix(_message.Message):
-    __slots__ = ("request_id", "request_epoch", "block_hashes", "pages")
+    __slots__ = ("request_id", "request_epoch", "block_hashes", "pages", "first_block")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     request_epoch: int
     block_hashes: bytes
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., request_epoch: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_block: int
+    def __init__(self, request_id: _Optional[str] = ..., request_epoch: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., pages: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class EndRequest(_message.Message):
     __slots__ = ("request_id", "request_epoch")
@@ -126,18 +142,20 @@ class StageReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., stage_idx: _Optional[int] = ..., step_done: _Optional[_Union[StepDone, _Mapping]] = ..., puts_done: _Optional[_Union[PutsDone, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., end_done: _Optional[_Union[EndDone, _Mapping]] = ..., failed: _Optional[_Union[StageFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
-    __slots__ = ("seq", "wait_s", "compute_s", "age_s", "tokens")
+    __slots__ = ("seq", "wait_recv_s", "compute_s", "age_s", "tokens", "wait_send_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
-    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_RECV_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SEND_S_FIELD_NUMBER: _ClassVar[int]
     seq: int
-    wait_s: float
+    wait_recv_s: float
     compute_s: float
     age_s: float
     tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]
-    def __init__(self, seq: _Optional[int] = ..., wait_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., age_s: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
+    wait_send_s: float
+    def __init__(self, seq: _Optional[int] = ..., wait_recv_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., age_s: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ..., wait_send_s: _Optional[float] = ...) -> None: ...
 
 class PutsDone(_message.Message):
     __slots__ = ("seq", "put_s", "age_s", "failed")
