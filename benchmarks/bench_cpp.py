@@ -1,21 +1,35 @@
-"""TTFT of one long prompt with one stage and with two: what Chunked Pipeline Parallelism brings, through the public API.
+"""How much faster a prefill group of two stages is than one: TTFT and makespan of one long prompt, through the public API.
 
-Two whole clusters are up at the same time and asked in turn, so that a slow moment of the machine hits both. Every stage process has one
-compute thread, so two stages are two "nodes". The first run of each is a warm-up and left out.
+1. The built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, up at the same time and
+   asked in turn, so that a slow moment hits both. A stage process has one compute thread: two stages are two "nodes".
+2. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
+
+The first run of each side is a warm-up and left out. A series in which other programs used more than 5 % of the CPU is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import random
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+from dummy_models import dummy_llama
 from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
+from paced_models import write_paced_model
 
 from deploy.gantt import busy_s, stage_chunks
 from moontide.client import GenerateOptions, MoontideClient
-from moontide.timeline import Timeline
+from moontide.perf_model import StepModel
+from moontide.timeline import Span, Timeline
+
+MOST_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -25,12 +39,33 @@ class Run:
     ttft_s: float
     makespan_s: float
     """First chunk enters stage 0 - last chunk leaves the last stage."""
+    predicted_s: float
+    """Makespan by the step models that stage 0 had when each step ended; 0 without."""
     num_chunks: int
     overlap_of_ideal: float
     """Busy share of the stages over that of an ideal pipeline of equal chunks, m / (m + P - 1)."""
+    tau_s: float
+    """Median time from the end of a chunk on stage 0 to the start of the next one."""
+
+    @property
+    def prediction_error(self) -> float:
+        return self.predicted_s / self.makespan_s - 1
 
 
-async def ask(client: MoontideClient, prompt: list[int]) -> Run:
+@dataclass(frozen=True)
+class Series:
+    """Runs of one prompt length on two clusters."""
+
+    runs: dict[int, list[Run]]
+    """By number of stages."""
+    others_share: float
+
+    def ratio(self, value: Callable[[Run], float]) -> float:
+        one, more = (median(map(value, runs)) for _, runs in sorted(self.runs.items()))
+        return one / more
+
+
+async def ask(client: MoontideClient, prompt: Sequence[int]) -> Run:
     """Send one prompt and read its timeline. Raises: MoontideError; AssertionError if the cache answered a part of it."""
     ttft_s, request_id = 0.0, ""
     async for chunk in client.generate(prompt, params=GenerateOptions(max_tokens=1, temperature=0.0)):
@@ -58,65 +93,163 @@ def measure(ttft_s: float, timeline: Timeline) -> Run:
     makespan_s = max(span.end_s for spans in stages for span in spans) - stages[0][0].start_s
     busy_share = sum(busy_s(spans) for spans in stages) / (len(stages) * makespan_s)
     ideal = num_chunks / (num_chunks + len(stages) - 1)
-    return Run(ttft_s, makespan_s, num_chunks, busy_share / ideal)
+    gaps = [after.start_s - before.end_s for before, after in zip(stages[0], stages[0][1:], strict=False)]
+    return Run(
+        ttft_s=ttft_s,
+        makespan_s=makespan_s,
+        predicted_s=predicted_makespan_s(stages),
+        num_chunks=num_chunks,
+        overlap_of_ideal=busy_share / ideal,
+        tau_s=median(gaps) if gaps else 0.0,
+    )
 
 
-async def compare(
-    one_address: str, two_address: str, prompts: Prompts, *, tokens: int, runs: int
+def predicted_makespan_s(stages: Sequence[Sequence[Span]]) -> float:
+    """When the last chunk leaves the last stage if every step takes as long as was expected of it; 0 without predictions."""
+    if not all(span.predicted_s for spans in stages for span in spans):
+        return 0.0
+    ends = [0.0] * len(stages[0])
+    for spans in stages:
+        free_s = 0.0
+        for idx, span in enumerate(spans):
+            free_s = ends[idx] = max(free_s, ends[idx]) + span.predicted_s
+    return ends[-1]
+
+
+def compare(
+    name: str, settings: Sequence[str], take: Callable[[], Sequence[int]], *, stages: Sequence[int], runs: int
+) -> Series:
+    """Ask one cluster per number of stages in turn, each prompt once; again while the machine is noisy."""
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        with (
+            cluster([*settings, f"deploy.stages={stages[0]}"]) as one,
+            cluster([*settings, f"deploy.stages={stages[1]}"]) as more,
+        ):
+            watch = CpuWatch()
+            addresses = {stages[0]: one.grpc_address, stages[1]: more.grpc_address}
+            found = asyncio.run(_ask_in_turn(name, addresses, take, runs=runs))
+            series = Series(found, watch.others_share())
+        if series.others_share <= NOISY_SHARE:
+            break
+        print(
+            f"{name}: others used {series.others_share:.0%} of the CPU, attempt {attempt} of {MOST_ATTEMPTS}",
+            flush=True,
+        )
+    return series
+
+
+async def _ask_in_turn(
+    name: str, addresses: dict[int, str], take: Callable[[], Sequence[int]], *, runs: int
 ) -> dict[int, list[Run]]:
-    """Ask both clusters in turn, each prompt once to each."""
-    results: dict[int, list[Run]] = {1: [], 2: []}
-    async with MoontideClient(one_address) as one, MoontideClient(two_address) as two:
+    results: dict[int, list[Run]] = {stages: [] for stages in addresses}
+    clients = {stages: MoontideClient(address) for stages, address in addresses.items()}
+    try:
         for number in range(runs + 1):
-            prompt = prompts.take(tokens)
-            for stages, client in ((1, one), (2, two)) if number % 2 else ((2, two), (1, one)):
-                run = await ask(client, prompt)
+            prompt = take()
+            order = list(clients) if number % 2 else list(reversed(clients))
+            for stages in order:
+                run = await ask(clients[stages], prompt)
                 print(
-                    f"run {number}{' (warm-up)' if number == 0 else ''}  P={stages}  TTFT {run.ttft_s:7.3f} s  "
-                    f"makespan {run.makespan_s:7.3f} s  {run.num_chunks} chunks  overlap {run.overlap_of_ideal:.3f} of ideal",
+                    f"{name}  run {number}{' (warm-up)' if number == 0 else ''}  P={stages}  TTFT {run.ttft_s:7.3f} s  "
+                    f"makespan {run.makespan_s:7.3f} s (predicted {run.predicted_s:7.3f})  {run.num_chunks} chunks  "
+                    f"overlap {run.overlap_of_ideal:.3f} of ideal  tau {run.tau_s * 1000:.2f} ms",
                     flush=True,
                 )
                 if number:
                     results[stages].append(run)
+    finally:
+        for client in clients.values():
+            await client.close()
     return results
+
+
+def summary(series: Series, prompt_tokens: int) -> dict[str, Any]:
+    """Medians of a series."""
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "speedup_makespan": round(series.ratio(lambda run: run.makespan_s), 3),
+        "speedup_ttft": round(series.ratio(lambda run: run.ttft_s), 3),
+        "cpu_share_of_others": round(series.others_share, 3),
+    }
+    for stages, runs in series.runs.items():
+        found[f"p{stages}"] = {
+            "ttft_s": round(median(run.ttft_s for run in runs), 3),
+            "makespan_s": round(median(run.makespan_s for run in runs), 3),
+            "prediction_error": round(median(run.prediction_error for run in runs), 4),
+            "num_chunks": median(run.num_chunks for run in runs),
+            "overlap_of_ideal": round(median(run.overlap_of_ideal for run in runs), 3),
+            "tau_ms": round(1000 * median(run.tau_s for run in runs), 3),
+            "tokens_per_s": round(prompt_tokens / median(run.ttft_s for run in runs), 1),
+            "samples_makespan_s": [round(run.makespan_s, 3) for run in runs],
+        }
+    return found
+
+
+def closed_form_share(runs: Sequence[Run], stages: int, node: StepModel, work_s: float) -> float:
+    """Makespan of m equally long chunks on P stages, (W / P + m tau) (m + P - 1) / m, over the measured one."""
+    return median(
+        (work_s / stages + run.num_chunks * node.overhead_s)
+        * (run.num_chunks + stages - 1)
+        / run.num_chunks
+        / run.makespan_s
+        for run in runs
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="auto", help="float32 | bfloat16 | auto")
-    parser.add_argument("--prompt-tokens", type=int, default=6000)
-    parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smollm2-tokens", type=int, default=7500)
+    parser.add_argument("--dummy-tokens", type=int, default=32768)
+    parser.add_argument("--paced-tokens", type=int, default=131072)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="setting for the measured clusters")
     args = parser.parse_args()
-    settings = [f"model.name={args.model}", f"model.dtype={args.dtype}", f"prefill.chunk_tokens={args.chunk_tokens}"]
-    prompts = Prompts(args.model, seed=args.seed)
-    with cluster([*settings, "deploy.stages=1"]) as one, cluster([*settings, "deploy.stages=2"]) as two:
-        watch = CpuWatch()
-        results = asyncio.run(
-            compare(one.grpc_address, two.grpc_address, prompts, tokens=args.prompt_tokens, runs=args.runs)
+    source = random.Random(args.seed)
+    prompts = Prompts("smollm2", seed=args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        smollm2 = compare("smollm2", args.set, lambda: prompts.take(args.smollm2_tokens), stages=(1, 2), runs=args.runs)
+        dummy = compare(
+            "dummy",
+            [*dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set],
+            lambda: source.choices(range(256), k=args.dummy_tokens),
+            stages=(1, 2),
+            runs=max(2, args.runs - 2),
         )
-        others = watch.others_share()
-    ttft_s = {stages: median(run.ttft_s for run in of_stages) for stages, of_stages in results.items()}
-    makespan_s = {stages: median(run.makespan_s for run in of_stages) for stages, of_stages in results.items()}
+        node = StepModel(overhead_s=0.002, token_s=0.0002, pair_s=1.5e-9)
+        paced = compare(
+            "paced",
+            [
+                *write_paced_model(Path(folder), **dataclasses.asdict(node)).settings,
+                "kv.block_tokens=256",
+                "prefill.num_pages=1024",
+                "decode.num_pages=1024",
+                *args.set,
+            ],
+            lambda: source.choices(range(256), k=args.paced_tokens),
+            stages=(4, 8),
+            runs=2,
+        )
+    work_s = node.token_s * args.paced_tokens + node.pair_s * args.paced_tokens**2 / 2
+    measured = [runs for series in (smollm2, dummy) for runs in series.runs.values()]
     print_result(
         {
-            "speedup_p2": round(ttft_s[1] / ttft_s[2], 3),
-            "overlap_of_ideal": round(median(run.overlap_of_ideal for run in results[2]), 3),
-            "prompt_tokens": args.prompt_tokens,
-            "chunk_tokens": args.chunk_tokens,
-            "speedup_p2_makespan": round(makespan_s[1] / makespan_s[2], 3),
-            "ttft_p1_s": round(ttft_s[1], 3),
-            "ttft_p2_s": round(ttft_s[2], 3),
-            "tokens_per_s_p1": round(args.prompt_tokens / ttft_s[1], 1),
-            "tokens_per_s_p2": round(args.prompt_tokens / ttft_s[2], 1),
+            "speedup_p2_smollm2": round(smollm2.ratio(lambda run: run.makespan_s), 3),
+            "speedup_p2_32k": round(dummy.ratio(lambda run: run.makespan_s), 3),
+            "speedup_p2_smollm2_whole_system": round(smollm2.ratio(lambda run: run.ttft_s), 3),
+            "prediction_error_max": round(
+                max(abs(median(run.prediction_error for run in runs)) for runs in measured), 4
+            ),
+            "tau_ms": round(1000 * max(median(run.tau_s for run in runs) for runs in measured), 3),
+            "paced_share_of_closed_form": {
+                f"p{stages}": round(closed_form_share(runs, stages, node, work_s), 3)
+                for stages, runs in paced.runs.items()
+            },
+            "smollm2": summary(smollm2, args.smollm2_tokens),
+            "dummy_llama": summary(dummy, args.dummy_tokens),
+            "paced": summary(paced, args.paced_tokens),
+            "noisy": max(series.others_share for series in (smollm2, dummy)) > NOISY_SHARE,
             "runs": args.runs,
-            "samples_ttft_s": {stages: [round(run.ttft_s, 3) for run in of] for stages, of in results.items()},
-            "cpu_share_of_others": round(others, 3),
-            "noisy": others > NOISY_SHARE,
-            "model": args.model,
-            "dtype": args.dtype,
             "seed": args.seed,
             **machine(),
         }

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from decode_node.batch import RequestKey
-from model_runner.runner import Segment, StageRunner
+from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
 from moontide.clock import Clock
 from moontide.errors import Internal
@@ -102,9 +102,7 @@ class _Slot:
 class StepLoop:
     """Runs the batch. `submit` and `close` belong to the event loop, everything else to the compute thread."""
 
-    def __init__(
-        self, runner: StageRunner, *, max_batch: int, clock: Clock, report: Callable[[StepReport], None]
-    ) -> None:
+    def __init__(self, runner: Runner, *, max_batch: int, clock: Clock, report: Callable[[StepReport], None]) -> None:
         """`report` is called in the compute thread, in the order of what happened."""
         self._runner = runner
         self._max_context = runner.info.max_context

@@ -28,7 +28,7 @@ from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.keys import check_request_id
 from kvstore.layout import KVLayout
-from model_runner.runner import StageRunner
+from model_runner.runner import Runner
 from moontide.clock import Clock
 from moontide.errors import (
     BadRequest,
@@ -158,7 +158,7 @@ class DecodeRequests:
 
     def __init__(
         self,
-        runner: StageRunner,
+        runner: Runner,
         client: StoreClient,
         layout: KVLayout,
         *,

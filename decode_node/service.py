@@ -39,8 +39,8 @@ from kvstore.node import StoreNode
 from kvstore.transfer.base import AttachmentLost, Transfer
 from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
+from model_runner.load import load_runner
 from model_runner.model_source import describe_model
-from model_runner.runner import StageRunner
 from model_runner.stage import StageSpec
 from moontide.clock import MonotonicClock
 from moontide.errors import BadRequest, Internal, MoontideError, Rejected
@@ -141,15 +141,13 @@ class DecodeNode:
             self._stack.push_async_callback(store_node.close)
         await store_node.register_layout(self.layout)
         runner = await asyncio.to_thread(
-            StageRunner.load,
-            source,
+            load_runner,
+            config.model,
+            described,
             spec,
-            dtype=info.dtype,
-            layout=self.layout,
             num_pages=num_pages,
-            device=config.model.device,
-            kernels=config.model.kernels,
             arena=transfer.allocate(arena_bytes).buffer,
+            is_decode=True,
         )
         self.requests = DecodeRequests(
             runner,

@@ -19,7 +19,7 @@ import yaml
 
 from deploy.config import ClusterConfig, load_cluster_config, settable_tree
 from deploy.console import Console
-from deploy.gantt import chrome_trace, pipeline_sentence, render_gantt, ttft_table
+from deploy.gantt import chrome_trace, pipeline_sentence, render_gantt, stage_table, ttft_table
 from deploy.local import LocalCluster, StartFailed
 from deploy.model import prepare_model
 from moontide.client import ChatTurn, GenerateOptions, MoontideClient, Usage
@@ -237,6 +237,9 @@ def print_timeline(found: Timeline, console: Console, *, with_parts: bool = True
     sentence = pipeline_sentence(found)
     if sentence is not None:
         print(sentence)
+    table = stage_table(found)
+    if table is not None:
+        print(table)
     if with_parts and found.ttft_parts is not None:
         print(ttft_table(found.ttft_parts))
     if found.handoff_s:

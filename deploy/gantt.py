@@ -1,16 +1,24 @@
-"""Pictures of one request: bars in the terminal, Chrome-trace JSON for Perfetto, and the table of the parts of TTFT (all pure)."""
+"""Pictures of one request: bars in the terminal, Chrome-trace JSON for Perfetto, tables of its stages and of its TTFT (all pure)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 from moontide.timeline import Span, Timeline, TtftParts
 
 SHADES = ("█", "▒")
 """Neighbouring bars of a row differ, so that the border between two chunks is seen."""
+DENSITIES = " ░▒▓█"
+"""Where bars are narrower than a cell: how much of the cell's time they cover."""
+NUMBER_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+NUMBER_COLUMNS = 8
+"""Numbers in a dense row stand at least so far apart."""
+PLAN_RUNS = 8
+"""Longer plans are cut in the middle."""
 LABEL_WIDTH = 18
 PART_NAMES = ("tokenize_s", "route_s", "dispatch_s", "queue_s", "fetch_s", "prefill_s", "detokenize_s")
 TICKS = 4
@@ -21,6 +29,8 @@ _COMPUTE_TRACK = re.compile(r"stage (\d+)")
 
 def render_gantt(spans: Sequence[Span], *, width: int = 100) -> str:
     """One row per track and kind of work, stages first; numbers in the bars count the chunks of a row.
+
+    A row with too many bars for its cells shows how busy each cell is, and where every so many-th chunk begins.
 
     `width`: columns of the whole picture.
     """
@@ -34,7 +44,7 @@ def render_gantt(spans: Sequence[Span], *, width: int = 100) -> str:
         rows.setdefault(_label(span), []).append(span)
     lines = [_axis(end_s, columns)]
     for label, members in sorted(rows.items(), key=lambda row: (_track_order(row[1][0].track), row[1][0].start_s)):
-        bars = _row(sorted(members, key=lambda span: span.start_s), columns, scale)
+        bars = _row(sorted(members, key=lambda span: (span.start_s, span.end_s)), columns, scale)
         lines.append(f"{label[:LABEL_WIDTH]:<{LABEL_WIDTH}} {bars}".rstrip())
     return "\n".join(lines)
 
@@ -58,9 +68,116 @@ def stage_chunks(timeline: Timeline) -> list[list[Span]]:
     stages: dict[int, list[Span]] = {}
     for span in timeline.spans:
         match = _COMPUTE_TRACK.fullmatch(span.track)
-        if match:
+        if match and span.name.startswith("chunk "):
             stages.setdefault(int(match.group(1)), []).append(span)
     return [sorted(stages[idx], key=lambda span: span.start_s) for idx in sorted(stages)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUse:
+    """What a stage did between the start of the first chunk and the end of the last one; the parts add up to that makespan."""
+
+    busy_s: float
+    fill_s: float
+    """Until its first chunk began."""
+    recv_s: float
+    """Idle before a later chunk that the stage before still worked on."""
+    other_s: float
+    """Between chunks for other reasons: the link, overhead, steps of other prompts."""
+    drain_s: float
+    """After its last chunk."""
+    store_s: float
+    """What waited for the store: the fetch before the makespan, and puts after it. Not part of it."""
+    predicted_s: float
+    """Expected `busy_s`; 0 unless there is a prediction for every chunk."""
+
+    @property
+    def bubble_s(self) -> float:
+        return self.fill_s + self.recv_s + self.other_s + self.drain_s
+
+
+def stage_uses(timeline: Timeline) -> list[StageUse]:
+    """In order of the stages; empty before any chunk is reported."""
+    stages = stage_chunks(timeline)
+    if not stages:
+        return []
+    start_s = stages[0][0].start_s
+    end_s = max(span.end_s for spans in stages for span in spans)
+    uses: list[StageUse] = []
+    left_s: dict[str, float] = {}
+    for idx, spans in enumerate(stages):
+        recv_s = other_s = 0.0
+        for before, span in pairwise(spans):
+            gap_s = max(0.0, span.start_s - before.end_s)
+            waited_s = min(gap_s, max(0.0, left_s.get(span.name, 0.0) - before.end_s))
+            recv_s += waited_s
+            other_s += gap_s - waited_s
+        left_s = {span.name: span.end_s for span in spans}
+        fetched_s = sum(s.duration_s for s in timeline.spans if s.track == f"stage {idx}" and s.name == "fetch")
+        put_end_s = max((s.end_s for s in timeline.spans if s.track == f"stage {idx} put"), default=end_s)
+        uses.append(
+            StageUse(
+                busy_s=busy_s(spans),
+                fill_s=spans[0].start_s - start_s,
+                recv_s=recv_s,
+                other_s=other_s,
+                drain_s=end_s - spans[-1].end_s,
+                store_s=fetched_s + max(0.0, put_end_s - end_s),
+                predicted_s=sum(s.predicted_s for s in spans) if all(s.predicted_s for s in spans) else 0.0,
+            )
+        )
+    return uses
+
+
+def predicted_makespan_s(stages: Sequence[Sequence[Span]]) -> float:
+    """When the last chunk leaves the last stage if every step takes as long as was expected of it; 0 without predictions."""
+    if not all(span.predicted_s for spans in stages for span in spans):
+        return 0.0
+    ends = [0.0] * len(stages[0])
+    for spans in stages:
+        free_s = 0.0
+        for idx, span in enumerate(spans):
+            free_s = ends[idx] = max(free_s, ends[idx]) + span.predicted_s
+    return ends[-1]
+
+
+def stage_table(timeline: Timeline) -> str | None:
+    """Plan, makespan, and a line per stage: predicted against measured time, and where the rest went; None without chunks."""
+    stages, uses = stage_chunks(timeline), stage_uses(timeline)
+    if not stages:
+        return None
+    makespan_s = max(span.end_s for spans in stages for span in spans) - stages[0][0].start_s
+    predicted_s = predicted_makespan_s(stages)
+    lines = [
+        plan_line([span.num_tokens for span in stages[0]]),
+        f"first chunk to last stage's end: {makespan_s:.3f} s{_against(predicted_s, makespan_s)}",
+        "stage    busy s  bubble s  (fill   recv  other  drain)  store s  busy %",
+    ]
+    for idx, use in enumerate(uses):
+        percent = 100 * use.busy_s / makespan_s if makespan_s else 0.0
+        lines.append(
+            f"  {idx:<4}{use.busy_s:>9.3f}{use.bubble_s:>10.3f} {use.fill_s:>6.3f}{use.recv_s:>7.3f}{use.other_s:>7.3f}"
+            f"{use.drain_s:>7.3f} {use.store_s:>9.3f}{percent:>8.1f}{_against(use.predicted_s, use.busy_s)}"
+        )
+    return "\n".join(lines)
+
+
+def plan_line(tokens: Sequence[int]) -> str:
+    """The chunks of a prompt by length, equal neighbours together."""
+    runs = [(num_tokens, len(list(members))) for num_tokens, members in groupby(tokens)]
+    shown = [f"{num_tokens} x{count}" if count > 1 else f"{num_tokens}" for num_tokens, count in runs]
+    if len(runs) > PLAN_RUNS:
+        half = PLAN_RUNS // 2
+        hidden = sum(count for _, count in runs[half:-half])
+        shown = [*shown[:half], f"({hidden} more)", *shown[-half:]]
+    noun = "chunk" if len(tokens) == 1 else "chunks"
+    return f"plan: {len(tokens)} {noun}, {sum(tokens)} tokens: {', '.join(shown)}"
+
+
+def _against(predicted_s: float, measured_s: float) -> str:
+    if not predicted_s or not measured_s:
+        return ""
+    return f"  (predicted {predicted_s:.3f} s, {100 * (predicted_s / measured_s - 1):+.1f} %)"
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -76,7 +193,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             {"ph": "M", "pid": 1, "tid": thread_id, "name": "thread_sort_index", "args": {"sort_index": thread_id}}
         )
     for span in timeline.spans:
-        args = {"first_token": span.first_token, "num_tokens": span.num_tokens} if span.num_tokens else {}
+        args: dict[str, float] = {}
+        if span.num_tokens:
+            args = {"first_token": span.first_token, "num_tokens": span.num_tokens}
+        if span.predicted_s:
+            args["predicted_ms"] = round(span.predicted_s * 1e3, 3)
         events.append(
             {
                 "ph": "X",
@@ -129,14 +250,37 @@ def _row(spans: Sequence[Span], columns: int, scale: float) -> str:
     """Each bar has at least one cell and ends where the next one begins, so that bars which round into each other stay apart."""
     cells = [" "] * columns
     starts = [min(columns - 1, int(span.start_s * scale)) for span in spans]
+    if len(set(starts)) < len(starts):
+        return _dense_row(spans, starts, columns, scale)
     for idx, (span, start, following) in enumerate(zip(spans, starts, [*starts[1:], columns], strict=True)):
         stop = max(start + 1, min(round(span.end_s * scale), following))
         cells[start:stop] = SHADES[idx % len(SHADES)] * (stop - start)
-        match = _NUMBERED.fullmatch(span.name)
-        number = match.group(2) if match else ""
+        number = _number(span)
         if number and stop - start > len(number) + 1:
             cells[start + 1 : start + 1 + len(number)] = number
     return "".join(cells[:columns])
+
+
+def _dense_row(spans: Sequence[Span], starts: Sequence[int], columns: int, scale: float) -> str:
+    covered = [0.0] * columns
+    for start_s, end_s in _merged(spans):
+        first, last = start_s * scale, max(end_s * scale, start_s * scale + 1e-9)
+        for cell in range(int(first), min(columns, int(last) + 1)):
+            covered[cell] += min(last, cell + 1) - max(first, cell)
+    full = len(DENSITIES) - 1
+    cells = [DENSITIES[min(full, max(1, round(share * full)))] if share > 0 else " " for share in covered]
+    cells_per_chunk = (starts[-1] - starts[0] + 1) / len(starts)
+    step = next((step for step in NUMBER_STEPS if step * cells_per_chunk >= NUMBER_COLUMNS), NUMBER_STEPS[-1])
+    for span, start in zip(spans, starts, strict=True):
+        number = _number(span)
+        if number and int(number) % step == 0:
+            cells[start : start + len(number)] = number
+    return "".join(cells[:columns])
+
+
+def _number(span: Span) -> str:
+    match = _NUMBERED.fullmatch(span.name)
+    return match.group(2) if match else ""
 
 
 def _axis(end_s: float, columns: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moontide.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-LOAD_FORMATS = ("safetensors", "dummy")
+LOAD_FORMATS = ("safetensors", "dummy", "paced")
 KERNELS = ("auto", "native", "torch")
 
 
@@ -18,7 +18,10 @@ class ModelConfig:
     dtype: str = "auto"
     """float32 | bfloat16 | auto: bfloat16 where the CPU or GPU computes it natively, else float32."""
     load_format: str = "safetensors"
-    """safetensors | dummy: seeded random weights for the directory's config.json."""
+    """safetensors | dummy: seeded random weights for the directory's config.json | paced: no weights and no arithmetic: each step
+    takes the time that `profile` says and writes made-up K/V. For runs at a scale that the machine cannot compute."""
+    profile: str = ""
+    """JSON file with the step times of load_format=paced: overhead_s, token_s, pair_s, and more (docs/operations.md)."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     kernels: str = "auto"
@@ -33,6 +36,15 @@ class ModelConfig:
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(
                 f"model.load_format={self.load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}"
+            )
+        if (self.load_format == "paced") != bool(self.profile):
+            raise ConfigError(
+                f"model.profile={self.profile!r} does not fit model.load_format={self.load_format!r}: paced needs a profile and "
+                "nothing else takes one; set both or neither"
+            )
+        if self.load_format == "paced" and self.device != "cpu":
+            raise ConfigError(
+                f"model.device={self.device!r} has nothing to do with load_format=paced; set model.device=cpu"
             )
         if self.kernels not in KERNELS:
             raise ConfigError(f"model.kernels={self.kernels!r} is unknown; choose one of {', '.join(KERNELS)}")

@@ -57,7 +57,7 @@ class ModelSource:
     model_id: str
     """The name it was asked for by; what clients call it."""
     load_format: str = "safetensors"
-    """"safetensors": the directory's weights; "dummy": seeded random weights, of which only config.json is needed."""
+    """"safetensors": the directory's weights; "dummy": seeded random weights; "paced": none. The latter two need only config.json."""
     seed: int = 0
     """Seed of dummy weights; without meaning for others."""
 

@@ -7,6 +7,7 @@ Tensor shapes: T rows (all segments packed), D hidden size, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from model_runner.kv_cache import PagedKVCache
 from model_runner.model_source import ModelInfo, ModelSource, load_model_info
 from model_runner.native.attention import NativeStep, why_no_native_attention
 from model_runner.native.kernels import NativeKernels, load_kernels
+from model_runner.native.memory import keep_freed_memory
 from model_runner.pages import OutOfPages
 from model_runner.stage import StageSpec
 from model_runner.stage_model import StageModel
 from moontide.errors import ConfigError
+from moontide.perf_model import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,43 @@ class Segment:
     """Whether the last stage computes logits of the segment's last token."""
 
 
-class StageRunner:
-    """Owner of a stage's weights and pages."""
+class Runner(Protocol):
+    """What computes a stage's steps: StageRunner, or PacedRunner, which only takes as long."""
 
     kv: PagedKVCache
     info: ModelInfo
     spec: StageSpec
+    step_model: StepModel | None
+    """How long a step takes, where that is known without measuring."""
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        *,
+        token_ids_T: Tensor | None = None,
+        hidden_TD: Tensor | None = None,
+        on_layer_group: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Run this stage's layers over the packed rows of all segments and write their K/V to the pages.
+
+        Args:
+            token_ids_T: [T] int64, the segments' tokens one after the other; on the first stage.
+            hidden_TD: [T, D] from the stage before; on the others.
+            on_layer_group: called in this thread with a group's global index once all its K/V of this step are in the
+                pages; the rest of the group's last layer and later layers may be still to come.
+        Returns: [T, D]; on the last stage float32 logits [segments with wants_logits, V] of their last tokens.
+        Raises: OutOfPages if a block table is too short; nothing has been written then.
+        """
+        ...
+
+
+class StageRunner:
+    """Owner of a stage's weights and pages. A Runner."""
+
+    kv: PagedKVCache
+    info: ModelInfo
+    spec: StageSpec
+    step_model: StepModel | None = None
 
     def __init__(
         self,
@@ -81,7 +115,7 @@ class StageRunner:
         Raises: ModelError if the model cannot be served; ConfigError if layout, stage and model do not fit.
         """
         info = load_model_info(source, dtype=dtype)
-        _check_layout(layout, info)
+        check_layout(layout, info)
         kv = PagedKVCache(layout, spec, num_pages=num_pages, device=device, arena=arena)
         native = load_kernels(kernels, dtype=dtype, device=device)
         runner = cls(
@@ -92,6 +126,8 @@ class StageRunner:
             kv=kv,
             attention_kernels=native if _attention_fits(info, kernels) else None,
         )
+        if device == "cpu":
+            keep_freed_memory()
         runner._try_out()
         return runner
 
@@ -104,16 +140,7 @@ class StageRunner:
         hidden_TD: Tensor | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Run this stage's layers over the packed rows of all segments and write their K/V to the pages.
-
-        Args:
-            token_ids_T: [T] int64, the segments' tokens one after the other; on the first stage.
-            hidden_TD: [T, D] from the stage before; on the others.
-            on_layer_group: called in this thread with a group's global index once all its K/V of this step are in the
-                pages; the rest of the group's last layer and later layers are still to come.
-        Returns: [T, D]; on the last stage float32 logits [segments with wants_logits, V] of their last tokens.
-        Raises: OutOfPages if a block table is too short; nothing has been written then.
-        """
+        """See Runner."""
         step, positions_T = self._plan(segments, on_layer_group)
         given = token_ids_T if self.spec.is_first_stage else hidden_TD
         assert given is not None
@@ -131,25 +158,16 @@ class StageRunner:
     def _plan(
         self, segments: Sequence[Segment], on_layer_group: Callable[[int], None] | None
     ) -> tuple[StepContext, Tensor]:
-        page_tokens = self.kv.page_tokens
         placed: list[StepSegment] = []
         row = 0
         for segment in segments:
-            end = segment.start + segment.num_tokens
-            num_pages = -(-end // page_tokens)
-            if num_pages > len(segment.pages):
-                raise OutOfPages(
-                    f"a block table of {len(segment.pages)} pages of {page_tokens} tokens does not reach position {end - 1}; "
-                    f"allocate {num_pages} pages"
-                )
-            assert segment.num_tokens > 0
-            assert all(0 <= page < self.kv.num_pages for page in segment.pages), f"pages {segment.pages}"
-            placed.append(StepSegment(row, row + segment.num_tokens, segment.start, segment.pages[:num_pages]))
+            pages = pages_of(segment, self.kv)
+            placed.append(StepSegment(row, row + segment.num_tokens, segment.start, pages))
             row += segment.num_tokens
         positions = torch.cat([torch.arange(each.start, each.end, device=self._device) for each in placed])
         step = StepContext(
             placed,
-            page_tokens=page_tokens,
+            page_tokens=self.kv.page_tokens,
             device=self._device,
             layers=self._layer,
             on_layer_written=self._group_notifier(on_layer_group),
@@ -197,7 +215,22 @@ def _attention_fits(info: ModelInfo, kernels: str) -> bool:
     return reason is None
 
 
-def _check_layout(layout: KVLayout, info: ModelInfo) -> None:
+def pages_of(segment: Segment, kv: PagedKVCache) -> Sequence[int]:
+    """The pages of all positions up to the segment's end. Raises: OutOfPages if its block table is too short."""
+    end = segment.start + segment.num_tokens
+    num_pages = -(-end // kv.page_tokens)
+    if num_pages > len(segment.pages):
+        raise OutOfPages(
+            f"a block table of {len(segment.pages)} pages of {kv.page_tokens} tokens does not reach position {end - 1}; "
+            f"allocate {num_pages} pages"
+        )
+    assert segment.num_tokens > 0
+    assert all(0 <= page < kv.num_pages for page in segment.pages), f"pages {segment.pages}"
+    return segment.pages[:num_pages]
+
+
+def check_layout(layout: KVLayout, info: ModelInfo) -> None:
+    """Raises: ConfigError if the pages would be of another model."""
     for name in ("num_layers", "num_planes", "num_kv_heads", "head_dim", "dtype"):
         wanted, given = getattr(info, name), getattr(layout, name)
         if wanted != given:

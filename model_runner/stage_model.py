@@ -18,7 +18,7 @@ from model_runner.attention import StepContext, paged_attention
 from model_runner.kv_cache import TORCH_DTYPES
 from model_runner.model_source import ModelSource, load_config
 from model_runner.native.kernels import NativeKernels
-from model_runner.native.linear import PackedLinear, pack_linears
+from model_runner.native.linear import PackedLinear, use_kernels
 from model_runner.stage import StageSpec
 from model_runner.weights import Elsewhere, load_stage_weights
 
@@ -34,7 +34,7 @@ class StageModel:
         """Build the model without memory, then read this stage's tensors only. Raises: ModelError.
 
         Args:
-            kernels: compute the linear layers that they fit; None leaves them to torch.
+            kernels: compute the modules that they fit; None leaves them to torch.
         """
         AttentionInterface.register(_ATTENTION_NAME, paged_attention)
         with torch.device("meta"):
@@ -46,7 +46,7 @@ class StageModel:
         self._model: Any = model.to(device)
         self._decoder: Any = model.get_decoder()
         if kernels is not None:
-            pack_linears(self._model, kernels)
+            use_kernels(self._model, kernels)
             if not spec.is_first_stage and isinstance(self._model.lm_head, PackedLinear):
                 # It was here for the head that shares its weight, which is packed now.
                 self._decoder.embed_tokens = Elsewhere()

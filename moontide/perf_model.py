@@ -2,13 +2,31 @@
 
     t(c, p) = overhead + A max(c, knee) + B c (p + c/2)      seconds of one stage for c tokens after p
 
-Prefill is a sum of such steps: A counts what every token costs, B what every (query, key) pair costs, and below the knee
-a step is bound by reading the weights. Sources: docs/decisions/004-step-model.md; TeraPipe, arXiv:2102.07988, for the makespan.
+Prefill is a sum of such steps: A counts what every token costs, B what every (query, key) pair costs, and below the knee a
+step is bound by reading the weights. Why this model and this fit: docs/decisions/004-step-model.md. The makespan is that of
+TeraPipe, arXiv:2102.07988, equation 5.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_OUTLIER = 3.0
+"""Samples further from the fit than so many typical deviations are slow moments of the machine, and left out."""
+_KNEE_GAIN = 0.8
+"""A knee counts when it leaves at most this share of the squared error."""
+_STIFFNESS = 0.1
+"""How much a re-fit holds on to the proportions of the model before it: as much as so many samples."""
+_LEAST_SHARE = 0.01
+"""A part that was measured as nothing may grow from so much of a step's time."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +61,155 @@ class StepModel:
 
     def time_s(self, shape: StepShape) -> float:
         return self.overhead_s + self.token_s * max(shape.tokens, self.knee_tokens) + self.pair_s * shape.pairs
+
+    def work_s(self, shape: StepShape) -> float:
+        """The part that counts however the shape is cut into steps."""
+        return self.token_s * shape.tokens + self.pair_s * shape.pairs
+
+    def tokens_within(self, budget_s: float, prefix_tokens: int) -> float:
+        """The most tokens after a prefix whose step takes no longer; infinite if tokens cost nothing, 0 if none fit."""
+        left_s = budget_s - self.overhead_s
+        tokens = _positive_root(self.pair_s / 2, self.token_s + self.pair_s * prefix_tokens, left_s)
+        if tokens >= self.knee_tokens:
+            return tokens
+        return _positive_root(self.pair_s / 2, self.pair_s * prefix_tokens, left_s - self.token_s * self.knee_tokens)
+
+    def scaled(self, factor: float) -> StepModel:
+        """A stage that takes so many times as long."""
+        return dataclasses.replace(
+            self,
+            overhead_s=self.overhead_s * factor,
+            token_s=self.token_s * factor,
+            pair_s=self.pair_s * factor,
+        )
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """A step that ran."""
+
+    shape: StepShape
+    time_s: float
+
+
+def makespan_s(steps: Sequence[StepShape], stages: Sequence[StepModel]) -> float:
+    """When the last of some steps leaves the last stage: each waits for the stage and for the step before it there."""
+    ends = [0.0] * len(steps)
+    for stage in stages:
+        free_s = 0.0
+        for idx, shape in enumerate(steps):
+            free_s = ends[idx] = max(free_s, ends[idx]) + stage.time_s(shape)
+    return ends[-1] if ends else 0.0
+
+
+def best_num_chunks(*, num_stages: int, work_s: float, overhead_s: float, kappa: float = 1.0) -> float:
+    """Chunks of one prompt that make its makespan shortest; not rounded, below 1 when one chunk is best.
+
+    More chunks fill the pipeline sooner, and each costs its overhead: T(m) = (W/P) (1 + kappa (P-1) / m) + (m + P - 1) tau.
+
+    Args:
+        work_s: W, the time of the whole model for the prompt, all stages together.
+        kappa: how much longer the longest chunk is than the mean; 1 for chunks of equal time.
+    """
+    if work_s <= 0 or num_stages == 1:
+        return 0.0
+    return math.sqrt((num_stages - 1) * kappa * work_s / (num_stages * overhead_s)) if overhead_s > 0 else math.inf
+
+
+def fit(samples: Sequence[StepSample]) -> StepModel:
+    """The model with the least relative errors. Needs at least one sample; better with varied tokens and prefixes.
+
+    Errors are relative, so that short steps count as much as long ones. No part is negative.
+    """
+    assert samples, "nothing to fit"
+    best, best_error = _fit_with_knee(samples, 0)
+    flat_error = best_error
+    for knee_tokens in sorted({sample.shape.tokens for sample in samples})[:-1]:
+        model, error = _fit_with_knee(samples, knee_tokens)
+        if error < best_error and error <= _KNEE_GAIN * flat_error:
+            best, best_error = model, error
+    return best
+
+
+class OnlineFit:
+    """A stage's model that follows the steps that really ran."""
+
+    def __init__(self, start: StepModel | None, *, window: int = 64, refit_every: int = 8) -> None:
+        """
+        Args:
+            start: what was measured beforehand; None: the first steps are the measurement.
+            window: the last steps that count.
+        """
+        self.model = start
+        """None until there is something to go by."""
+        self._samples: deque[StepSample] = deque(maxlen=window)
+        self._refit_every = refit_every
+        self._num_new = 0
+
+    def add(self, sample: StepSample) -> None:
+        """A step ran; every so often the model changes."""
+        if sample.time_s <= 0:
+            return
+        self._samples.append(sample)
+        self._num_new += 1
+        if self._num_new < self._refit_every:
+            return
+        self._num_new = 0
+        self.model = fit(self._samples) if self.model is None else _refit(self.model, list(self._samples))
+
+
+def _positive_root(square: float, linear: float, value: float) -> float:
+    """x >= 0 with square x^2 + linear x = value, written so that a small square loses no digits."""
+    if value <= 0:
+        return 0.0
+    divisor = linear + math.sqrt(linear * linear + 4 * square * value)
+    return 2 * value / divisor if divisor > 0 else math.inf
+
+
+def _columns(samples: Sequence[StepSample], knee_tokens: int) -> NDArray[np.float64]:
+    """[samples, 3]: what overhead_s, token_s and pair_s are multiplied with."""
+    return np.array([[1.0, max(each.shape.tokens, knee_tokens), each.shape.pairs] for each in samples])
+
+
+def _fit_with_knee(samples: Sequence[StepSample], knee_tokens: int) -> tuple[StepModel, float]:
+    """The best model with that knee, and its mean squared relative error over all samples that are no outliers."""
+    times = np.array([each.time_s for each in samples])
+    relative = _columns(samples, knee_tokens) / times[:, None]
+    kept = np.ones(len(samples), dtype=bool)
+    for _ in range(3):
+        found = _non_negative(relative[kept])
+        errors = relative @ found - 1
+        kept = np.abs(errors) <= max(_OUTLIER * float(np.median(np.abs(errors))), 1e-6)
+    error = float(np.mean(np.minimum(errors**2, 1.0)[kept]))
+    overhead_s, token_s, pair_s = (float(value) for value in found)
+    return StepModel(overhead_s=overhead_s, token_s=token_s, pair_s=pair_s, knee_tokens=knee_tokens), error
+
+
+def _non_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 with the least |relative x - 1|: the best of the solutions in which some parts are zero."""
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    best, best_error = np.zeros(3), math.inf
+    for used in itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3)):
+        columns = list(used)
+        found, *_ = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(relative)), rcond=1e-10)
+        error = float(np.sum((relative[:, columns] / scale[columns] @ found - 1) ** 2))
+        if (found >= 0).all() and error < best_error * (1 - 1e-9):
+            best, best_error = np.zeros(3), error
+            best[columns] = found / scale[columns]
+    return best
+
+
+def _refit(model: StepModel, samples: Sequence[StepSample]) -> StepModel:
+    """The model moved towards some samples. Its proportions change only as far as the samples tell them apart."""
+    times = np.array([each.time_s for each in samples])
+    columns = _columns(samples, model.knee_tokens)
+    parts = np.array([model.overhead_s, model.token_s, model.pair_s])
+    parts = parts * np.median(times / np.maximum(columns @ parts, 1e-12))
+    parts = np.maximum(parts, _LEAST_SHARE * np.median(times[:, None] / np.maximum(columns, 1e-12), axis=0))
+    shares = columns * parts / times[:, None]
+    errors = 1 - shares.sum(axis=1)
+    kept = np.abs(errors) <= max(_OUTLIER * float(np.median(np.abs(errors))), 0.05)
+    shares, errors = shares[kept], errors[kept]
+    change = np.linalg.solve(shares.T @ shares + _STIFFNESS * np.eye(3), shares.T @ errors)
+    overhead_s, token_s, pair_s = (float(value) for value in parts * np.maximum(1 + change, 0.0))
+    return dataclasses.replace(model, overhead_s=overhead_s, token_s=token_s, pair_s=pair_s)

@@ -24,6 +24,8 @@ class Span:
     first_token: int = 0
     num_tokens: int = 0
     """Length of the token range that the work covered; 0 when it covered none."""
+    predicted_s: float = 0.0
+    """Duration that was expected; 0 without a prediction."""
 
     @property
     def end_s(self) -> float:
@@ -44,6 +46,7 @@ class Span:
             duration_s=msg.duration_s,
             first_token=msg.first_token,
             num_tokens=msg.num_tokens,
+            predicted_s=msg.predicted_s,
         )
 
 

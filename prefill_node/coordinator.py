@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.client import StoreClient
 from kvstore.layout import KVLayout
@@ -32,6 +32,7 @@ from moontide.errors import (
 )
 from moontide.log import get_logger
 from moontide_proto.v1 import prefill_pb2
+from prefill_node.admission import AdmissionQueue
 from prefill_node.config import PrefillConfig
 from prefill_node.interrupt import Interrupt
 from prefill_node.kv_push import wait_until_stored
@@ -60,6 +61,7 @@ class _OpenRequest:
         self.may_hold_reservation = False
         self.is_accepted = False
         self.hit_blocks = 0
+        """Leading blocks that need not be computed."""
         self.fetch_started_s = 0.0
         self.fetch_ended_s = 0.0
 
@@ -90,8 +92,7 @@ class Coordinator:
         self._clock = clock
         self._metrics = metrics
         self._orders = itertools.count()
-        self._turn = asyncio.Lock()
-        # asyncio.Lock wakes its waiters in the order in which they came: that is the queue.
+        self._admission = AdmissionQueue(self._choose)
         self._open: dict[RequestKey, _OpenRequest] = {}
         self.session: GroupSession | None = None
         """None while the group is not complete."""
@@ -102,11 +103,10 @@ class Coordinator:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests, and ended ones that still wait for the fence."""
+        """Requests that hold pages, and ended ones that still wait for the fence."""
         if self.session is None:
             return 0
-        waiting = sum(not request.is_admitted and bool(request.prompt.pages) for request in self._open.values())
-        return self.session.num_prompts - waiting
+        return self.session.num_prompts
 
     @property
     def queued_tokens(self) -> int:
@@ -121,6 +121,7 @@ class Coordinator:
     def open_session(self, session: GroupSession) -> None:
         """The group is complete."""
         self.session = session
+        session.on_pages_changed = self._update_admission
         self._metrics.num_pages.set(session.pages.num_pages)
 
     def close_session(self, reason: str) -> None:
@@ -203,6 +204,7 @@ class Coordinator:
                 f"{self._config.max_queue} (prefill.max_queue)",
                 reason=RejectReason.QUEUE_FULL,
             )
+        session.expect(prompt, 0)
         return prompt
 
     async def _run_until_deadline(self, request: _OpenRequest, emit: Emit, *, timeout_s: float) -> None:
@@ -211,7 +213,9 @@ class Coordinator:
             async with asyncio.timeout(timeout_s), request.interrupt:
                 await self._admit(request)
                 phase = "fetching the cached prefix"
-                cursor = await self._fetch(request)
+                request.fetch_started_s = request.fetch_ended_s = self._clock.now()
+                cursor = await self._fetch_while_reserved(request) if request.hit_blocks else 0
+                request.session.expect(request.prompt, cursor)
                 phase = "computing and sealing the prompt"
                 request.is_accepted = True
                 await emit(self._accepted(cursor))
@@ -222,47 +226,73 @@ class Coordinator:
             ) from error
 
     async def _admit(self, request: _OpenRequest) -> None:
-        """Take pages and reserve room in the store, first come, first served."""
-        prompt, session = request.prompt, request.session
-        async with self._turn:
-            while not session.take_pages(prompt):
-                session.pages_freed.clear()
-                await session.pages_freed.wait()
-            request.may_hold_reservation = True
-            while True:
-                reply = await self._store_node.reserve(
-                    request_id=prompt.key.request_id,
-                    epoch=prompt.key.epoch,
-                    layout_digest=self._layout.digest(),
-                    parent_hash=prompt.root,
-                    block_hashes=prompt.block_hashes,
-                    has_partial=prompt.has_partial,
-                    lease_s=self._config.lease_s,
-                )
-                if reply.result is ReserveResult.RESERVED:
-                    break
-                if reply.result is ReserveResult.TOO_LARGE:
-                    raise Rejected(
-                        f"the KV of the prompt of {prompt.num_tokens} tokens needs {reply.needed_bytes} bytes; the store "
-                        f"has {reply.capacity_bytes} (kvstore.pool_bytes)",
-                        reason=RejectReason.PROMPT_EXCEEDS_POOL,
-                    )
-                await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
-        request.is_admitted = True
-        # The last token is always computed: it gives the first output token.
-        request.hit_blocks = min(reply.hit_blocks, (prompt.num_tokens - 1) // self._layout.block_tokens)
+        """Reserve room in the store, then take pages, when it is the request's turn.
 
-    async def _fetch(self, request: _OpenRequest) -> int:
-        """Have the prefix hit fetched; returns the tokens that every stage really holds: the cursor's start."""
-        request.fetch_started_s = request.fetch_ended_s = self._clock.now()
-        if not request.hit_blocks:
-            return 0
-        request.session.fetch(request.prompt, request.hit_blocks)
+        In this order, also for a prompt that has lost its pages and kept its room: whoever has pages can finish.
+        """
+        prompt, session = request.prompt, request.session
+        while True:
+            async with self._admission.turn(prompt.key):
+                while (hit_blocks := await self._reserve(request)) is None and session.is_starved(prompt):
+                    await asyncio.sleep(_RESERVE_RETRY_S)  # and nobody else reserves meanwhile
+                if hit_blocks is not None:
+                    self._take_pages(request, hit_blocks)
+                    return
+            await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
+
+    def _take_pages(self, request: _OpenRequest, hit_blocks: int) -> None:
+        request.hit_blocks = hit_blocks
+        request.session.take_pages(request.prompt, hit_blocks=hit_blocks)
+        request.is_admitted = True
+
+    async def _reserve(self, request: _OpenRequest) -> int | None:
+        """Reserve room in the store; returns the blocks of the prefix hit, or None while the store is full. Raises: Rejected."""
+        prompt = request.prompt
+        request.may_hold_reservation = True
+        reply = await self._store_node.reserve(
+            request_id=prompt.key.request_id,
+            epoch=prompt.key.epoch,
+            layout_digest=self._layout.digest(),
+            parent_hash=prompt.root,
+            block_hashes=prompt.block_hashes,
+            has_partial=prompt.has_partial,
+            lease_s=self._config.lease_s,
+        )
+        if reply.result is ReserveResult.TOO_LARGE:
+            raise Rejected(
+                f"the KV of the prompt of {prompt.num_tokens} tokens needs {reply.needed_bytes} bytes; the store "
+                f"has {reply.capacity_bytes} (kvstore.pool_bytes)",
+                reason=RejectReason.PROMPT_EXCEEDS_POOL,
+            )
+        if reply.result is not ReserveResult.RESERVED:
+            return None
+        # The last token is always computed: it gives the first output token.
+        return min(reply.hit_blocks, (prompt.num_tokens - 1) // self._layout.block_tokens)
+
+    def _update_admission(self) -> None:
+        # Later: whoever frees pages may be in the middle of choosing who gets them.
+        asyncio.get_running_loop().call_soon(self._admission.update)
+
+    def _choose(self, waiting: Sequence[RequestKey]) -> RequestKey | None:
+        if self.session is None:
+            return None
+        chosen = self.session.choose([self._open[key].prompt for key in waiting])
+        return chosen.key if chosen else None
+
+    async def _fetch_while_reserved(self, request: _OpenRequest) -> int:
+        """The first fetch of a request: nobody else renews its reservation yet."""
         async with asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(self._keep_reserved(request.prompt.key))
-            fetched_blocks = await request.prompt.fetched
+            cursor = await self._fetch(request)
             renewing.cancel()
         request.fetch_ended_s = self._clock.now()
+        return cursor
+
+    async def _fetch(self, request: _OpenRequest) -> int:
+        """Have the prefix hit on every stage; returns the tokens that they really hold: the cursor's start."""
+        request.session.fetch(request.prompt, request.hit_blocks)
+        fetched_blocks = await request.prompt.fetched
+        self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
         if fetched_blocks < request.hit_blocks:
             self._metrics.rewinds.inc()
             log.warning(
@@ -302,6 +332,7 @@ class Coordinator:
         request.session.compute(prompt, cursor=cursor)
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._announce_first_token(request))
+            resuming = tasks.create_task(self._resume_when_dropped(request))
             sealing = tasks.create_task(self._seal(request, after=announcing))
             event = await request.events.get()
             while isinstance(event, prefill_pb2.PrefillEvent):
@@ -309,10 +340,22 @@ class Coordinator:
                 if event.HasField("completed"):
                     break
                 event = await request.events.get()
-            announcing.cancel()
-            sealing.cancel()
+            for task in (announcing, resuming, sealing):
+                task.cancel()
         if isinstance(event, MoontideError):
             raise event
+
+    async def _resume_when_dropped(self, request: _OpenRequest) -> None:
+        """Whenever the prompt has lost its pages, take some again and go on after the last block in the store."""
+        prompt = request.prompt
+        while True:
+            await prompt.dropped.wait()
+            prompt.dropped.clear()
+            request.is_admitted = False
+            log.info("pages taken away", request_id=prompt.key.request_id, computed_tokens=prompt.put_tokens)
+            async with self._admission.turn(prompt.key):
+                self._take_pages(request, prompt.put_tokens // prompt.block_tokens)
+            request.session.compute(prompt, cursor=await self._fetch(request))
 
     async def _announce_first_token(self, request: _OpenRequest) -> None:
         token = await request.prompt.first_token
@@ -340,7 +383,11 @@ class Coordinator:
         compute_s = prompt.first_token_s - prompt.compute_started_s
         queue_s = prompt.compute_started_s - prompt.arrived_s - fetch_s
         return prefill_pb2.PrefillTimings(
-            queue_s=queue_s, fetch_s=fetch_s, compute_s=compute_s, total_s=queue_s + fetch_s + compute_s
+            queue_s=queue_s,
+            fetch_s=fetch_s,
+            compute_s=compute_s,
+            total_s=queue_s + fetch_s + compute_s,
+            predicted_s=prompt.predicted_s,
         )
 
     async def _seal(self, request: _OpenRequest, *, after: asyncio.Task[None]) -> None:
@@ -373,7 +420,7 @@ class Coordinator:
         await prompt.puts_changed.wait()
         prompt.puts_changed.clear()
         num_put = prompt.put_tokens // prompt.block_tokens
-        if num_put == num_sealed:
+        if num_put <= num_sealed:
             return num_sealed
         await self._wait_until_stored(prompt, num_sealed, num_put)
         await self._store_node.seal(

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError, Message
 
 from moontide.errors import MoontideError, NodeLost
 from moontide.log import get_logger
+from moontide.perf_model import StepModel
 from moontide_proto.v1 import stage_pb2
 
 _LENGTH = struct.Struct("<I")
@@ -88,6 +89,8 @@ class FormedGroup:
     epoch: int
     num_pages: int
     """The fewest of all stages."""
+    step_models: tuple[StepModel | None, ...]
+    """How long each stage takes, as it has measured itself."""
     next_link_address: str
     """Where stage 1 takes hidden states; empty for a group of one stage."""
 
@@ -150,7 +153,8 @@ class GroupLeader:
         for stage_idx in self._members:
             welcome = stage_pb2.Welcome(epoch=self._epoch, next_link_address=links[stage_idx], num_pages=num_pages)
             self._send(stage_idx, welcome.SerializeToString())
-        return FormedGroup(epoch=self._epoch, num_pages=num_pages, next_link_address=links[0])
+        step_models = tuple(_step_model(hello) for hello in hellos)
+        return FormedGroup(epoch=self._epoch, num_pages=num_pages, next_link_address=links[0], step_models=step_models)
 
     async def wait_lost(self) -> str:
         """Return why the epoch ended, when it does."""
@@ -320,3 +324,10 @@ class GroupMember:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self.report(stage_pb2.StageReport(stage_idx=stage_idx, heartbeat=stage_pb2.Heartbeat()))
+
+
+def _step_model(hello: stage_pb2.Hello) -> StepModel | None:
+    if not hello.HasField("step_model"):
+        return None
+    told = hello.step_model
+    return StepModel(overhead_s=told.overhead_s, token_s=told.token_s, pair_s=told.pair_s, knee_tokens=told.knee_tokens)

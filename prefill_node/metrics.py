@@ -6,15 +6,34 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from moontide.metrics import LATENCY_BUCKETS_S
 
+ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
 
 class StageMetrics:
     """What one stage does."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.busy_seconds = Counter("prefill_stage_busy_seconds", "Time in forwards.", registry=registry)
-        self.wait_seconds = Counter(
-            "prefill_stage_wait_seconds", "Time idle while a step was in the log: the bubble.", registry=registry
+        self.wait_recv_seconds = Counter(
+            "prefill_stage_wait_recv_seconds", "Time without the hidden states of a step in the log.", registry=registry
         )
+        self.wait_store_seconds = Counter(
+            "prefill_stage_wait_store_seconds",
+            "Time without a step while fetches or puts were open.",
+            registry=registry,
+        )
+        self.overhead_seconds = Counter(
+            "prefill_stage_overhead_seconds", "Time with everything there for a step that had not begun.",
+            registry=registry,
+        )  # fmt: skip
+        self.idle_seconds = Counter(
+            "prefill_stage_idle_seconds", "Time of a complete group without any work.", registry=registry
+        )
+        self.wait_send_seconds = Counter(
+            "prefill_stage_wait_send_seconds", "Time that hidden states waited for older ones to be sent.",
+            registry=registry,
+        )  # fmt: skip
+        self.steps = Counter("prefill_stage_steps", "Forwards that ran.", registry=registry)
         self.chunk_tokens = Counter("prefill_chunk_tokens", "Prompt tokens computed.", registry=registry)
         self.put_seconds = Counter(
             "prefill_put_seconds", "Time from first to last put of the steps.", registry=registry
@@ -59,3 +78,31 @@ class GroupMetrics:
         self.rewinds = Counter(
             "prefill_rewinds", "Prefix hits that were shorter than the store had said.", registry=registry
         )
+        self.page_hit_tokens = Counter(
+            "prefill_page_hit_tokens", "Prompt tokens whose KV was still in the stages' pages.", registry=registry
+        )
+        self.bubble_seconds = Counter(
+            "prefill_bubble_seconds", "Time that a stage was idle while its group had steps in flight.", ["stage"],
+            registry=registry,
+        )  # fmt: skip
+        self.drops = Counter(
+            "prefill_drops", "Prompts whose pages were taken away for one that goes first.", registry=registry
+        )
+        self.preemptions = Counter(
+            "prefill_preemptions", "Times that a started prompt let another one go first.", registry=registry
+        )
+        self.step_chunks = Histogram(
+            "prefill_step_chunks", "Prompts that shared a step.", buckets=(1, 2, 4, 8, 16, 32), registry=registry
+        )
+        self.step_tokens = Histogram(
+            "prefill_step_tokens", "Tokens of a planned step.", buckets=[2**power for power in range(4, 17)],
+            registry=registry,
+        )  # fmt: skip
+        self.step_prediction_error = Histogram(
+            "prefill_step_prediction_error", "Predicted over measured time of a step, minus 1.", ["stage"],
+            buckets=ERROR_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.prompt_prediction_error = Histogram(
+            "prefill_prompt_prediction_error", "Predicted over measured compute time of a prompt, minus 1.",
+            buckets=ERROR_BUCKETS, registry=registry,
+        )  # fmt: skip

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore.block import BLOCK_HASH_BYTES, BlockHash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.pool import RequestKey
-from model_runner.runner import Segment, StageRunner
+from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
 from moontide.clock import Clock
 from moontide.errors import Internal
@@ -37,6 +37,7 @@ from moontide_proto.v1 import common_pb2, stage_pb2
 from prefill_node.kv_push import KVPusher, PushBlock, PushResult, StepPush
 from prefill_node.link import ExpectedTensor, LinkError, LinkReceiver, LinkSender, tensor_bytes
 from prefill_node.metrics import StageMetrics
+from prefill_node.stage_times import StageTimes
 from prefill_node.step_log import chunk_key
 
 Report = Callable[[stage_pb2.StageReport], None]
@@ -107,13 +108,21 @@ class _Step:
     """(page, tokens in it) of the partial blocks that the step finishes."""
     push: StepPush
     expected: ExpectedTensor
-    arrived_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """A step that the compute thread has, or will take next."""
+
+    step: _Step
+    received_s: float | None
+    """When its hidden states were here; None on the first stage, which needs none."""
+    computed: asyncio.Future[_Computed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Computed:
-    wait_s: float
-    compute_s: float
+    started_s: float
     ended_s: float
     payload: memoryview | None
     """Bytes of the hidden states for the next stage."""
@@ -127,7 +136,7 @@ class StagePipeline:
         self,
         *,
         epoch: int,
-        runner: StageRunner,
+        runner: Runner,
         client: StoreClient,
         threads: StageThreads,
         report: Report,
@@ -155,9 +164,11 @@ class StagePipeline:
         self._last_seq = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._steps: asyncio.Queue[_Step] = asyncio.Queue()
-        self._running: asyncio.Queue[tuple[_Step, asyncio.Future[_Computed]]] = asyncio.Queue()
+        self._running: asyncio.Queue[_Running] = asyncio.Queue()
+        self._link_free_s = 0.0
+        """When the last hidden states were sent."""
+        self.times = StageTimes(metrics, clock)
         self._closed = threading.Event()
-        self._idle_since_s = clock.now()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._pusher = KVPusher(
             client=client,
@@ -181,8 +192,7 @@ class StagePipeline:
         self._closed.set()
         self._failed.cancel()
         while not self._running.empty():
-            _, future = self._running.get_nowait()
-            future.cancel()
+            self._running.get_nowait().computed.cancel()
         await self._threads.wait_idle(timeout_s=timeout_s)
 
     def apply(self, entry: stage_pb2.LogEntry) -> None:
@@ -194,6 +204,8 @@ class StagePipeline:
         self._last_seq = entry.seq
         kind = entry.WhichOneof("entry")
         if kind == "compute":
+            self.times.open_step()
+            self.times.open_store_job()
             self._steps.put_nowait(self._plan(entry.seq, entry.compute))
         elif kind == "fetch":
             self._fetch(entry.fetch)
@@ -252,22 +264,23 @@ class StagePipeline:
                 hidden_size=self._runner.info.hidden_size,
                 dtype=self._dtype,
             ),
-            arrived_s=self._clock.now(),
         )
 
     async def _start_steps(self, receiver: LinkReceiver | None) -> None:
-        """1. (later stages) the next tensor's header  2. the next step of the log  3. its payload  4. to the compute thread."""
         while True:
-            if receiver is None:
-                step, hidden_TD = await self._steps.get(), None
-            else:
-                header, payload_bytes = await receiver.next_header()
-                step = await self._step_of(header)
-                hidden_TD = await receiver.payload(
-                    header, payload_bytes, step.expected, timeout_s=self._transfer_timeout_s
-                )
-            future = self._loop.run_in_executor(self._threads.compute, self._compute, step, hidden_TD)
-            self._running.put_nowait((step, future))
+            await self._start_step(receiver)
+
+    async def _start_step(self, receiver: LinkReceiver | None) -> None:
+        """1. (later stages) the next tensor's header  2. the next step of the log  3. its payload  4. to the compute thread."""
+        if receiver is None:
+            step, hidden_TD, received_s = await self._steps.get(), None, None
+        else:
+            header, payload_bytes = await receiver.next_header()
+            step = await self._step_of(header)
+            hidden_TD = await receiver.payload(header, payload_bytes, step.expected, timeout_s=self._transfer_timeout_s)
+            received_s = self._clock.now()
+        computed = self._loop.run_in_executor(self._threads.compute, self._compute, step, hidden_TD)
+        self._running.put_nowait(_Running(step=step, received_s=received_s, computed=computed))
 
     async def _step_of(self, header: stage_pb2.TensorHeader) -> _Step:
         """The log may be a little behind the link: it travels on another connection."""
@@ -278,33 +291,43 @@ class StagePipeline:
             raise LinkError(f"link carries step {header.seq}, and the log has none after {self._last_seq}") from error
 
     async def _finish_steps(self, sender: LinkSender | None) -> None:
-        """1. the forward's end, in order  2. report it  3. hidden states to the next stage."""
         while True:
-            step, future = await self._running.get()
-            computed = await future
-            self._metrics.busy_seconds.inc(computed.compute_s)
-            self._metrics.wait_seconds.inc(computed.wait_s)
-            self._metrics.chunk_tokens.inc(step.expected.num_tokens)
-            self._report(
-                step_done=stage_pb2.StepDone(
-                    seq=step.seq,
-                    wait_s=computed.wait_s,
-                    compute_s=computed.compute_s,
-                    age_s=self._clock.now() - computed.ended_s,
-                    tokens=computed.tokens,
-                )
+            await self._finish_step(sender)
+
+    async def _finish_step(self, sender: LinkSender | None) -> None:
+        """1. the forward's end, in order  2. report it  3. hidden states to the next stage; their memory is free afterwards.
+
+        A link that is behind delays reports too, and so what stage 0 plans; forwards go on meanwhile.
+        """
+        running = await self._running.get()
+        step, computed = running.step, await running.computed
+        wait_send_s = max(0.0, self._link_free_s - computed.ended_s)
+        self._metrics.wait_send_seconds.inc(wait_send_s)
+        self._metrics.chunk_tokens.inc(step.expected.num_tokens)
+        wait_recv_s = self.times.close_step(
+            ready_s=running.received_s, started_s=computed.started_s, ended_s=computed.ended_s
+        )
+        self._report(
+            step_done=stage_pb2.StepDone(
+                seq=step.seq,
+                wait_recv_s=wait_recv_s,
+                wait_send_s=wait_send_s,
+                compute_s=computed.ended_s - computed.started_s,
+                age_s=self._clock.now() - computed.ended_s,
+                tokens=computed.tokens,
             )
-            for chunk in step.chunks:
-                self._job_over(chunk_key(chunk))
-            if sender is not None:
-                assert computed.payload is not None, "a stage that is not the last has hidden states to send"
-                await sender.send(step.expected, computed.payload, timeout_s=self._transfer_timeout_s)
+        )
+        for chunk in step.chunks:
+            self._job_over(chunk_key(chunk))
+        if sender is not None:
+            assert computed.payload is not None, "a stage that is not the last has hidden states to send"
+            await sender.send(step.expected, computed.payload, timeout_s=self._transfer_timeout_s)
+            self._link_free_s = self._clock.now()
 
     @torch.inference_mode()
     def _compute(self, step: _Step, hidden_TD: Tensor | None) -> _Computed:
         """In the compute thread."""
         started_s = self._clock.now()
-        wait_s = max(0.0, started_s - max(self._idle_since_s, step.arrived_s))
         for page, num_tokens in step.partial_pages:
             self._runner.kv.zero_tail(page, num_tokens)
         output = self._runner.forward(
@@ -316,10 +339,10 @@ class StagePipeline:
         is_last_stage = self._runner.spec.is_last_stage
         tokens = _sample(step.chunks, output) if is_last_stage else []
         payload = None if is_last_stage else tensor_bytes(output.cpu().contiguous())
-        ended_s = self._idle_since_s = self._clock.now()
-        return _Computed(wait_s=wait_s, compute_s=ended_s - started_s, ended_s=ended_s, payload=payload, tokens=tokens)
+        return _Computed(started_s=started_s, ended_s=self._clock.now(), payload=payload, tokens=tokens)
 
     def _finish_puts(self, result: PushResult) -> None:
+        self.times.close_store_job()
         self._metrics.put_seconds.inc(result.put_s)
         self._metrics.puts_failed.inc(result.failed)
         self._report(
@@ -337,6 +360,7 @@ class StagePipeline:
 
     def _fetch(self, fetch: stage_pb2.FetchPrefix) -> None:
         key = RequestKey(fetch.request_id, fetch.request_epoch)
+        self.times.open_store_job()
         self._requests[key] = _Request(pages=list(fetch.pages), open_jobs=1)
         self._threads.fetch.submit(self._fetch_and_report, key, fetch)
 
@@ -359,7 +383,7 @@ class StagePipeline:
         for group_idx in kv.groups:
             if self._is_over(key):
                 return 0
-            pages = list(fetch.pages[:num_blocks])
+            pages = list(fetch.pages[fetch.first_block : fetch.first_block + num_blocks])
             wanted = [
                 (BlockRef(name, key.request_id, key.epoch), kv.slot_address(group_idx, page))
                 for name, page in zip(names, pages, strict=False)
@@ -367,9 +391,10 @@ class StagePipeline:
             arrived = self._client.get_group(group_idx, wanted) if wanted else []
             num_blocks = next((idx for idx, is_there in enumerate(arrived) if not is_there), len(arrived))
             kv.copy_in(group_idx, pages[:num_blocks])
-        return num_blocks
+        return fetch.first_block + num_blocks
 
     def _finish_fetch(self, key: RequestKey, num_blocks: int, started_s: float, ended_s: float) -> None:
+        self.times.close_store_job()
         self._report(
             fetch_done=stage_pb2.FetchDone(
                 request_id=key.request_id,

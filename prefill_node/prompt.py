@@ -32,6 +32,7 @@ class Prompt:
         sampling: SamplingParams,
         output_idx: int,
         arrived_s: float,
+        ttft_slo_s: float | None,
     ) -> None:
         self.key = key
         self.order = order
@@ -44,12 +45,26 @@ class Prompt:
         self.sampling = sampling
         self.output_idx = output_idx
         self.arrived_s = arrived_s
+        self.ttft_slo_s = ttft_slo_s
+        """Time from its arrival within which the first token is wanted; None: what was predicted decides."""
         self.pages: list[int] = []
+        self.held_blocks = 0
+        """Leading blocks that were in the pages when it took them."""
         self.num_pages_sent = 0
         self.num_chunks = 0
-        self.fetched: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Blocks of the prefix that every stage holds."""
+        self.fetched: asyncio.Future[int]
+        """Blocks of the prefix that every stage holds; one future per fetch."""
+        self.is_dropping = False
+        """Whether its pages are being taken away."""
+        self.dropped = asyncio.Event()
+        """Its pages are gone; what was computed is in the store."""
         self.first_token: asyncio.Future[common_pb2.Token] = asyncio.get_running_loop().create_future()
+        self.predicted_s = 0.0
+        """Expected time of what was to be computed at first, alone in the group; 0: no prediction."""
+        self.deadline_s = 0.0
+        """When its first token is wanted."""
+        self.waiting_since_s = arrived_s
+        """Since when it has been without pages."""
         self.compute_started_s: float | None = None
         """When stage 0 began with the first chunk; known with the first report of it."""
         self.first_token_s: float | None = None
@@ -81,13 +96,16 @@ class Prompt:
         self._chunk_numbers[first_token] = self.num_chunks
         self.num_chunks += 1
 
-    def add_span(self, track: str, *, end_s: float, duration_s: float, chunk: stage_pb2.Chunk | None) -> None:
+    def add_span(
+        self, track: str, *, end_s: float, duration_s: float, chunk: stage_pb2.Chunk | None, predicted_s: float = 0.0
+    ) -> None:
         """Note work that ended at `end_s` on this host's clock."""
         span = common_pb2.Span(
             name="fetch" if chunk is None else f"chunk {self._chunk_numbers[chunk.first_token]}",
             track=track,
             start_s=end_s - duration_s - self.arrived_s,
             duration_s=duration_s,
+            predicted_s=predicted_s,
         )
         if chunk is not None:
             span.first_token, span.num_tokens = chunk.first_token, chunk.num_tokens
@@ -101,6 +119,8 @@ def read_prompt(
     check_request_id(message.request_id)
     if not message.timeout_s > 0:
         raise BadRequest(f"timeout_s={message.timeout_s} must be above 0", param="timeout_s")
+    if message.HasField("ttft_slo_s") and not message.ttft_slo_s > 0:
+        raise BadRequest(f"ttft_slo_s={message.ttft_slo_s} must be above 0", param="ttft_slo_s")
     try:
         token_ids = unpack_token_ids(message.token_ids)
     except ValueError as error:
@@ -124,4 +144,5 @@ def read_prompt(
         sampling=SamplingParams.from_proto(message.sampling),
         output_idx=message.output_idx,
         arrived_s=arrived_s,
+        ttft_slo_s=message.ttft_slo_s if message.HasField("ttft_slo_s") else None,
     )

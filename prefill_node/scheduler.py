@@ -1,18 +1,21 @@
-"""Which chunk enters the pipeline next. Pure: knows token counts, no pages, no sockets, no time.
+"""Which chunks enter the pipeline next. Pure: knows token counts and predictions, no pages, no sockets, no clock.
 
     prompt  [0, cached) from the store | [cached, cursor) scheduled | [cursor, num_tokens) to do
 
 The cursor moves when a chunk is scheduled, not when it is computed, so the next chunk of the same prompt enters stage 0
-while this one is in stage 1. Source: Mooncake, arXiv:2407.00079, chunked pipeline parallelism.
+while this one is in stage 1. Every step is given to the prompt that the policy ranks first, so a prompt is preempted at
+any chunk border and goes on later where it was. Source: Mooncake, arXiv:2407.00079, chunked pipeline parallelism.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.pool import RequestKey
+from moontide.perf_model import StepShape
+from prefill_node.chunking import ChunkPlanner
+from prefill_node.policy import Candidate, keeps_turn, ranked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,63 +27,144 @@ class PlannedChunk:
     num_tokens: int
     is_last: bool
 
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of_chunk(self.num_tokens, self.first_token)
+
 
 @dataclass(kw_only=True)
 class _Queued:
-    order: int
     key: RequestKey
+    order: int
     cursor: int
     num_tokens: int
+    step_s: float
+    """Planned time of each of its chunks."""
+    work_s: float
+    deadline_s: float
+    served_s: float
+    in_pipeline: int = 0
+    """Chunks that have not left the last stage."""
 
 
 class Scheduler:
-    """First come, first served by prompt: a prompt's chunks start after the last chunk of every earlier prompt."""
+    """The admitted prompts that have chunks left, and whose turn it is."""
 
-    def __init__(self, *, chunk_tokens: int, max_in_flight_steps: int) -> None:
-        self._chunk_tokens = chunk_tokens
+    def __init__(
+        self, *, mode: str, policy: str, planner: ChunkPlanner, max_in_flight_steps: int, starvation_s: float
+    ) -> None:
+        """
+        Args:
+            mode: cpp | chunked-serial | request-pp, as in PrefillConfig.
+        """
+        self._mode = mode
+        self._policy = policy
+        self._planner = planner
         self._max_in_flight_steps = max_in_flight_steps
-        self._queue: list[_Queued] = []
+        self._starvation_s = starvation_s
+        self._queue: dict[RequestKey, _Queued] = {}
+        self._last_served: RequestKey | None = None
+        self.num_preemptions = 0
+        """Times that a prompt with chunks left had to let another one go first."""
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that no micro-batch has taken yet."""
-        return sum(queued.num_tokens - queued.cursor for queued in self._queue)
+        return sum(queued.num_tokens - queued.cursor for queued in self._queue.values())
 
-    def add(self, key: RequestKey, *, order: int, num_tokens: int, cursor: int) -> None:
+    def add(
+        self, key: RequestKey, *, order: int, num_tokens: int, cursor: int, deadline_s: float, now_s: float
+    ) -> None:
         """Queue a prompt whose first `cursor` tokens are in the pages. `order` is its place in the line of arrivals."""
         assert 0 <= cursor < num_tokens, f"cursor {cursor} of {num_tokens} tokens: the last one is always computed"
-        bisect.insort(
-            self._queue, _Queued(order=order, key=key, cursor=cursor, num_tokens=num_tokens), key=lambda q: q.order
+        step_s = self._planner.step_s(cursor, num_tokens)
+        self._queue[key] = _Queued(
+            key=key,
+            order=order,
+            cursor=cursor,
+            num_tokens=num_tokens,
+            step_s=step_s,
+            work_s=self._planner.remaining_s(cursor, num_tokens, step_s),
+            deadline_s=deadline_s,
+            served_s=now_s,
         )
 
     def remove(self, key: RequestKey) -> None:
         """Forget a prompt; one that is not queued (any more) is no error."""
-        self._queue = [queued for queued in self._queue if queued.key != key]
+        self._queue.pop(key, None)
 
-    def next_micro_batch(self, *, in_flight_steps: int) -> Sequence[PlannedChunk]:
-        """The next micro-batch, empty when the pipeline is full or nothing is queued. Moves the cursors.
+    def next_micro_batch(self, *, in_flight_steps: int, now_s: float) -> Sequence[PlannedChunk]:
+        """The next micro-batch, empty when the pipeline is full or nobody may go on. Moves the cursors.
 
-        It is one chunk, or several that each finish their prompt and fit together: short prompts share a step, but no
-        prompt's first token waits behind the body of a later one.
+        It is one chunk, or several that each finish their prompt, as long as a larger step is worth it: short prompts
+        share a step, but no prompt's first token waits behind the body of a later one.
         """
-        if in_flight_steps >= self._max_in_flight_steps or not self._queue:
+        if in_flight_steps >= self._max_in_flight_steps:
             return []
-        batch = [self._take(self._queue[0], self._chunk_tokens)]
-        room = self._chunk_tokens - batch[0].num_tokens
-        while batch[-1].is_last and self._queue and self._rest(self._queue[0]) <= room:
-            batch.append(self._take(self._queue[0], room))
-            room -= batch[-1].num_tokens
+        line = [self._queue[candidate.key] for candidate in self._ranked_line(now_s)]
+        if not line:
+            return []
+        self._count_preemption(line[0].key)
+        batch = [self._take(line[0], now_s)]
+        shape = batch[0].shape
+        if batch[0].is_last:
+            for queued in line[1:]:
+                extra = StepShape.of_chunk(queued.num_tokens - queued.cursor, queued.cursor)
+                if self._planner.has_room(shape, extra):
+                    batch.append(self._take(queued, now_s, num_tokens=extra.tokens))
+                    shape += extra
         return batch
 
-    def _take(self, queued: _Queued, room: int) -> PlannedChunk:
-        num_tokens = min(room, self._rest(queued))
+    def chunk_left(self, key: RequestKey) -> None:
+        """A chunk of the prompt has left the last stage."""
+        if key in self._queue:
+            self._queue[key].in_pipeline -= 1
+
+    def candidates(self) -> list[Candidate]:
+        """The queued prompts."""
+        return [self._candidate(queued) for queued in self._queue.values()]
+
+    def _ranked_line(self, now_s: float) -> list[Candidate]:
+        ready = [
+            self._candidate(queued)
+            for queued in self._queue.values()
+            if self._mode != "chunked-serial" or not queued.in_pipeline
+        ]
+        line = ranked(ready, policy=self._policy, now_s=now_s, starvation_s=self._starvation_s)
+        current = next((candidate for candidate in line if candidate.key == self._last_served), None)
+        if current is not None and keeps_turn(
+            current, line[0], policy=self._policy, now_s=now_s, starvation_s=self._starvation_s
+        ):
+            line.remove(current)
+            line.insert(0, current)
+        return line
+
+    def _candidate(self, queued: _Queued) -> Candidate:
+        return Candidate(
+            key=queued.key,
+            order=queued.order,
+            deadline_s=queued.deadline_s,
+            work_s=queued.work_s,
+            work_left_s=self._planner.remaining_s(queued.cursor, queued.num_tokens, queued.step_s),
+            served_s=queued.served_s,
+        )
+
+    def _take(self, queued: _Queued, now_s: float, *, num_tokens: int = 0) -> PlannedChunk:
+        """Schedule the next `num_tokens` tokens; 0: as many as the plan says."""
+        rest = queued.num_tokens - queued.cursor
+        if not num_tokens:
+            planned = self._planner.next_chunk(queued.cursor, queued.num_tokens, queued.step_s)
+            num_tokens = rest if self._mode == "request-pp" else planned
         first_token = queued.cursor
         queued.cursor += num_tokens
-        is_last = queued.cursor == queued.num_tokens
+        queued.served_s = now_s
+        queued.in_pipeline += 1
+        self._last_served = queued.key
+        is_last = num_tokens == rest
         if is_last:
-            self._queue.remove(queued)
+            del self._queue[queued.key]
         return PlannedChunk(key=queued.key, first_token=first_token, num_tokens=num_tokens, is_last=is_last)
 
-    @staticmethod
-    def _rest(queued: _Queued) -> int:
-        return queued.num_tokens - queued.cursor
+    def _count_preemption(self, next_key: RequestKey) -> None:
+        if self._last_served in self._queue and self._last_served != next_key:
+            self.num_preemptions += 1

@@ -1,6 +1,8 @@
 """One epoch of a complete group, seen from stage 0: pages, plan and log, and the prompts that are in them.
 
     Prompt   pages taken -> (fetch) -> chunks, cursor moves when a chunk is sent -> end -> fence -> pages free
+                  ^                         |
+                  +-- pages taken away <----+   when a prompt that goes first does not fit; what was computed is in the store
 
 Runs on the event loop and never waits. When the group is lost the whole object goes; a new epoch starts with a new one.
 """
@@ -11,44 +13,85 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvstore.pool import RequestKey
-from model_runner.pages import PageAllocator
+from model_runner.pages import PrefixPages
 from moontide.clock import Clock
 from moontide.errors import Internal
+from moontide.perf_model import OnlineFit, StepModel, StepSample, StepShape
 from moontide.token_ids import pack_token_ids
 from moontide_proto.v1 import common_pb2, stage_pb2
+from prefill_node.admission import Holder, choose_victims
+from prefill_node.chunking import ChunkPlanner
+from prefill_node.config import PrefillConfig
+from prefill_node.metrics import GroupMetrics
+from prefill_node.policy import Candidate, is_starved, ranked
 from prefill_node.prompt import Prompt
 from prefill_node.scheduler import PlannedChunk, Scheduler
 from prefill_node.step_log import LogViolation, PutsOutcome, StepLog, chunk_key
 
 Send = Callable[[stage_pb2.LogEntry], None]
 
+_SHORTEST_SLO_S = 0.5
+_SLO_PER_PREDICTION = 1.5
+"""A prompt that comes without an SLO wants its first token within so many times what it would take alone."""
+
 
 class GroupSession:
     """Owner of the group's pages and of its log for one epoch."""
 
     def __init__(
-        self, *, epoch: int, num_stages: int, num_pages: int, scheduler: Scheduler, send: Send, clock: Clock
+        self,
+        *,
+        epoch: int,
+        config: PrefillConfig,
+        num_pages: int,
+        block_tokens: int,
+        step_models: Sequence[StepModel | None],
+        send: Send,
+        clock: Clock,
+        metrics: GroupMetrics,
     ) -> None:
         """
         Args:
+            step_models: what each stage has measured of itself.
             send: gives an entry to every stage, this one included.
         """
         self.epoch = epoch
-        self._num_stages = num_stages
-        self.pages = PageAllocator(num_pages)
-        self.log = StepLog(epoch=epoch, num_stages=num_stages)
-        self.pages_freed = asyncio.Event()
+        self.pages = PrefixPages(num_pages)
+        self.log = StepLog(epoch=epoch, num_stages=config.num_stages)
         self.last_report_s = clock.now()
         """When a stage last reported progress, or the log was last empty. While micro-batches are in flight only their ends count
         as progress: a stage whose forward hangs still acknowledges everything else."""
-        self._scheduler = scheduler
+        self.on_pages_changed: Callable[[], None] = _nothing
+        """Called when pages became free, or could be taken away from somebody."""
+        self._config = config
+        self._fits = [OnlineFit(model) for model in step_models]
+        self._planner = ChunkPlanner(
+            chunking=config.chunking,
+            chunk_tokens=config.chunk_tokens,
+            block_tokens=block_tokens,
+            max_step_s=config.max_step_s,
+        )
+        self._scheduler = Scheduler(
+            mode=config.mode,
+            policy=config.policy,
+            planner=self._planner,
+            max_in_flight_steps=config.max_in_flight_steps,
+            starvation_s=config.starvation_s,
+        )
         self._send = send
         self._clock = clock
+        self._metrics = metrics
         self._prompts: dict[RequestKey, Prompt] = {}
+        self._bubbles = _Bubbles(config.num_stages, metrics)
+        self._use_models()
 
     @property
     def queued_tokens(self) -> int:
         return self._scheduler.queued_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
 
     @property
     def num_prompts(self) -> int:
@@ -59,28 +102,71 @@ class GroupSession:
         """Whether the group still holds something of that request."""
         return key in self._prompts
 
-    def take_pages(self, prompt: Prompt) -> bool:
-        """Take all pages of a prompt, so that it never waits half-way; False when too few are free."""
-        if prompt.num_pages > self.pages.num_free:
-            return False
-        prompt.pages = self.pages.allocate(prompt.num_pages)
+    def predict_s(self, first_token: int, num_tokens: int) -> float:
+        """Expected time to compute tokens [first_token, num_tokens) of a prompt, alone in the group; 0 before anything was measured."""
+        return self._planner.remaining_s(first_token, num_tokens, self._planner.step_s(first_token, num_tokens))
+
+    def is_starved(self, prompt: Prompt) -> bool:
+        """Whether a prompt without pages has waited so long that it goes first."""
+        return is_starved(self._candidate(prompt), now_s=self._clock.now(), starvation_s=self._config.starvation_s)
+
+    def expect(self, prompt: Prompt, cursor: int) -> None:
+        """Note how long the prompt will take from token `cursor` on, and so when its first token is wanted."""
+        prompt.predicted_s = self.predict_s(cursor, prompt.num_tokens)
+        slo_s = prompt.ttft_slo_s or max(_SHORTEST_SLO_S, _SLO_PER_PREDICTION * prompt.predicted_s)
+        prompt.deadline_s = prompt.arrived_s + slo_s
+
+    def choose(self, waiting: Sequence[Prompt]) -> Prompt | None:
+        """Which of the waiting prompts may take its pages now; takes pages away from others if that is how it will fit."""
+        now_s = self._clock.now()
+        by_key = {prompt.key: prompt for prompt in waiting}
+        line = self._ranked([self._candidate(prompt) for prompt in waiting], now_s)
+        for candidate in line:
+            if by_key[candidate.key].num_pages <= self.pages.num_free:
+                return by_key[candidate.key]
+            if candidate is line[0]:
+                self._make_room(candidate, by_key[candidate.key], now_s)
+            if is_starved(candidate, now_s=now_s, starvation_s=self._config.starvation_s):
+                return None
+        return None
+
+    def take_pages(self, prompt: Prompt, *, hit_blocks: int) -> None:
+        """Take all pages of a prompt, so that it never waits half-way. Blocks of the hit that are in pages are shared.
+
+        Raises: OutOfPages.
+        """
+        prompt.pages, prompt.held_blocks = self.pages.take(prompt.num_pages, names=prompt.block_hashes[:hit_blocks])
+        prompt.num_pages_sent = 0
         self._prompts[prompt.key] = prompt
-        return True
 
     def fetch(self, prompt: Prompt, num_blocks: int) -> None:
-        """Have the first blocks fetched on every stage; `prompt.fetched` tells how far they came."""
+        """Have the first blocks on every stage, from the store unless they are in the pages; `prompt.fetched` tells how far they came."""
+        prompt.fetched = asyncio.get_running_loop().create_future()
+        if prompt.held_blocks >= num_blocks:
+            prompt.fetched.set_result(num_blocks)
+            return
         self._note_start()
         prompt.num_pages_sent = num_blocks
         self._send(
             self.log.append_fetch(
-                prompt.key, block_hashes=b"".join(prompt.block_hashes[:num_blocks]), pages=prompt.pages[:num_blocks]
+                prompt.key,
+                block_hashes=b"".join(prompt.block_hashes[prompt.held_blocks : num_blocks]),
+                pages=prompt.pages[:num_blocks],
+                first_block=prompt.held_blocks,
             )
         )
 
     def compute(self, prompt: Prompt, *, cursor: int) -> None:
-        """Compute the prompt from token `cursor` on, after the prompts before it."""
+        """Compute the prompt from token `cursor` on, when it is its turn."""
         prompt.put_tokens = cursor
-        self._scheduler.add(prompt.key, order=prompt.order, num_tokens=prompt.num_tokens, cursor=cursor)
+        self._scheduler.add(
+            prompt.key,
+            order=prompt.order,
+            num_tokens=prompt.num_tokens,
+            cursor=cursor,
+            deadline_s=prompt.deadline_s,
+            now_s=self._clock.now(),
+        )
         self._pump()
 
     def finish(self, prompt: Prompt) -> None:
@@ -88,11 +174,7 @@ class GroupSession:
         if prompt.key not in self._prompts:
             return
         self._scheduler.remove(prompt.key)
-        if self.log.knows(prompt.key):
-            self._note_start()
-            self._send(self.log.append_end(prompt.key))
-        else:
-            self._free(prompt.key)
+        self._end(prompt)
 
     def on_report(self, stage_idx: int, report: stage_pb2.StageReport) -> None:
         """Raises: LogViolation when the report cannot be."""
@@ -118,18 +200,73 @@ class GroupSession:
         self._prompts.clear()
 
     def check_invariants(self) -> None:
-        """Every page is free or belongs to exactly one prompt, and the log's books agree."""
+        """Every page in use belongs to the prompts that share it, and the log's books agree."""
         self.pages.check_invariants()
         self.log.check_invariants()
-        held = [page for prompt in self._prompts.values() for page in prompt.pages]
-        assert len(held) == len(set(held)), "a page belongs to two prompts"
+        held = {page for prompt in self._prompts.values() for page in prompt.pages}
         assert len(held) + self.pages.num_free == self.pages.num_pages, "a page is lost"
+
+    # Whose turn it is.
+
+    def _candidate(self, prompt: Prompt) -> Candidate:
+        return Candidate(
+            key=prompt.key,
+            order=prompt.order,
+            deadline_s=prompt.deadline_s,
+            work_s=prompt.predicted_s,
+            work_left_s=self.predict_s(prompt.put_tokens, prompt.num_tokens),
+            served_s=prompt.waiting_since_s,
+        )
+
+    def _ranked(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+        return ranked(candidates, policy=self._config.policy, now_s=now_s, starvation_s=self._config.starvation_s)
+
+    def _make_room(self, wanting: Candidate, prompt: Prompt, now_s: float) -> None:
+        """Take the pages of prompts behind the first in line, if it fits then. Pages that are on their way back count as free."""
+        running = self._ranked([*self._scheduler.candidates(), wanting], now_s)
+        behind = running[running.index(wanting) + 1 :]
+        holders = [Holder(candidate=each, num_pages=self._own_pages(each.key)) for each in behind]
+        coming = sum(self._own_pages(key) for key, other in self._prompts.items() if other.is_dropping)
+        num_missing = prompt.num_pages - self.pages.num_free - coming
+        for key in choose_victims(wanting, num_missing, holders):
+            self._drop(self._prompts[key])
+
+    def _own_pages(self, key: RequestKey) -> int:
+        """Pages of a prompt that nobody shares with it for sure."""
+        return len(self._prompts[key].pages) - self._prompts[key].held_blocks
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Take the pages of a prompt away once what it has in the pipeline is in the store; it goes on when it has pages again."""
+        self._metrics.drops.inc()
+        self._scheduler.remove(prompt.key)
+        prompt.waiting_since_s = self._clock.now()
+        prompt.is_dropping = True
+        self._end_if_drained(prompt.key)
+
+    def _end_if_drained(self, key: RequestKey) -> None:
+        prompt = self._prompts[key]
+        if prompt.is_dropping and not self.log.is_busy(key):
+            self._end(prompt)
+
+    def _end(self, prompt: Prompt) -> None:
+        if not self.log.knows(prompt.key):
+            self._free(prompt.key)
+        elif not self.log.is_ending(prompt.key):
+            self._note_start()
+            self._send(self.log.append_end(prompt.key))
+
+    # The pipeline.
 
     def _pump(self) -> None:
         """Fill the pipeline."""
-        while planned := self._scheduler.next_micro_batch(in_flight_steps=self.log.in_flight_steps):
+        while planned := self._scheduler.next_micro_batch(
+            in_flight_steps=self.log.in_flight_steps, now_s=self._clock.now()
+        ):
             if not self.log.in_flight_steps:
                 self.last_report_s = self._clock.now()
+                self._bubbles.start(self.last_report_s)
+            self._metrics.step_chunks.observe(len(planned))
+            self._metrics.step_tokens.observe(sum(chunk.num_tokens for chunk in planned))
             self._send(self.log.append_compute([self._chunk(chunk) for chunk in planned]))
 
     def _chunk(self, planned: PlannedChunk) -> stage_pb2.Chunk:
@@ -156,14 +293,47 @@ class GroupSession:
     def _on_step_done(self, stage_idx: int, report: stage_pb2.StepDone, now: float) -> None:
         chunks = self.log.step_done(stage_idx, report.seq)
         ended_s = now - report.age_s
+        predicted_s = self._learn(stage_idx, chunks, report.compute_s)
+        self._bubbles.note(stage_idx, report.compute_s, now, is_over=not self.log.in_flight_steps)
         for chunk in chunks:
-            prompt = self._prompts[chunk_key(chunk)]
-            prompt.add_span(f"stage {stage_idx}", end_s=ended_s, duration_s=report.compute_s, chunk=chunk)
+            key = chunk_key(chunk)
+            prompt = self._prompts[key]
+            prompt.add_span(
+                f"stage {stage_idx}",
+                end_s=ended_s,
+                duration_s=report.compute_s,
+                chunk=chunk,
+                predicted_s=predicted_s,
+            )
             if stage_idx == 0 and prompt.compute_started_s is None:
                 prompt.compute_started_s = ended_s - report.compute_s
-        if stage_idx == self._num_stages - 1:
+            if stage_idx == self._config.num_stages - 1:
+                self._scheduler.chunk_left(key)
+        if stage_idx == self._config.num_stages - 1:
             self._note_tokens(chunks, report.tokens, now)
         self._pump()
+
+    def _learn(self, stage_idx: int, chunks: Sequence[stage_pb2.Chunk], compute_s: float) -> float:
+        """Improve the stage's model by a step that ran; returns what was expected of it, 0 without a model."""
+        shape = StepShape(0, 0.0)
+        for chunk in chunks:
+            shape += StepShape.of_chunk(chunk.num_tokens, chunk.first_token)
+        fit = self._fits[stage_idx]
+        before = fit.model
+        fit.add(StepSample(shape, compute_s))
+        if fit.model is not before:
+            self._use_models()
+        if before is None:
+            return 0.0
+        predicted_s = before.time_s(shape)
+        if compute_s > 0:
+            self._metrics.step_prediction_error.labels(stage_idx).observe(predicted_s / compute_s - 1)
+        return predicted_s
+
+    def _use_models(self) -> None:
+        models = [fit.model for fit in self._fits]
+        if all(models):
+            self._planner.set_stages([model for model in models if model])
 
     def _note_tokens(self, chunks: Sequence[stage_pb2.Chunk], tokens: Sequence[common_pb2.Token], now: float) -> None:
         last = [chunk for chunk in chunks if chunk.is_last]
@@ -187,10 +357,12 @@ class GroupSession:
 
     def _note_puts(self, outcome: PutsOutcome) -> None:
         for chunk in outcome.chunks:
-            prompt = self._prompts[chunk_key(chunk)]
+            key = chunk_key(chunk)
+            prompt = self._prompts[key]
             prompt.put_tokens = chunk.first_token + chunk.num_tokens
             prompt.failed_puts += outcome.failed
             prompt.puts_changed.set()
+            self._end_if_drained(key)
 
     def _on_fetch_done(self, stage_idx: int, report: stage_pb2.FetchDone, now: float) -> None:
         key = RequestKey(report.request_id, report.request_epoch)
@@ -198,12 +370,46 @@ class GroupSession:
         prompt = self._prompts[key]
         prompt.add_span(f"stage {stage_idx}", end_s=now - report.age_s, duration_s=report.fetch_s, chunk=None)
         if num_blocks is not None and not prompt.fetched.done():
-            prompt.fetched.set_result(num_blocks)
+            prompt.fetched.set_result(max(num_blocks, prompt.held_blocks))
 
     def _free(self, key: RequestKey) -> None:
-        self.pages.free(self._prompts.pop(key).pages)
-        self.pages_freed.set()
+        """Everything that a prompt has computed stays findable in its pages."""
+        prompt = self._prompts.pop(key)
+        num_complete = prompt.put_tokens // prompt.block_tokens
+        self.pages.release(prompt.pages, names=prompt.block_hashes[:num_complete])
+        prompt.pages = []
+        if prompt.is_dropping:
+            prompt.is_dropping = False
+            prompt.dropped.set()
+        self.on_pages_changed()
 
     def _note_start(self) -> None:
         if not self.log.has_open_work:
             self.last_report_s = self._clock.now()
+
+
+class _Bubbles:
+    """How long each stage was idle while its group had steps in flight."""
+
+    def __init__(self, num_stages: int, metrics: GroupMetrics) -> None:
+        self._metrics = metrics
+        self._idle_since_s = [0.0] * num_stages
+
+    def start(self, now_s: float) -> None:
+        """The first step goes into an empty pipeline."""
+        self._idle_since_s = [now_s] * len(self._idle_since_s)
+
+    def note(self, stage_idx: int, busy_s: float, now_s: float, *, is_over: bool) -> None:
+        """A stage has computed a step; `is_over`: it was the last one in the pipeline."""
+        self._count(stage_idx, now_s - busy_s)
+        self._idle_since_s[stage_idx] = now_s
+        if is_over:
+            for idx in range(len(self._idle_since_s)):
+                self._count(idx, now_s)
+
+    def _count(self, stage_idx: int, until_s: float) -> None:
+        self._metrics.bubble_seconds.labels(stage_idx).inc(max(0.0, until_s - self._idle_since_s[stage_idx]))
+
+
+def _nothing() -> None:
+    """Until somebody wants to know."""

@@ -7,6 +7,7 @@ later stages   connect, hello -> welcome -> [ epoch: links, pipeline, follow the
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import socket
@@ -20,7 +21,7 @@ from kvstore.client import StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import NodeIdentity, StoreNode
 from kvstore.transfer.base import Transfer
-from model_runner.runner import StageRunner
+from model_runner.runner import Runner
 from moontide.clock import Clock, MonotonicClock
 from moontide.errors import ConfigError, MoontideError, NodeLost
 from moontide.log import get_logger
@@ -34,7 +35,6 @@ from prefill_node.group import GroupLeader, GroupMember
 from prefill_node.link import LinkListener, LinkReceiver, LinkSender
 from prefill_node.metrics import GroupMetrics, StageMetrics
 from prefill_node.pipeline import Report, StagePipeline, StageThreads
-from prefill_node.scheduler import Scheduler
 from prefill_node.service import SERVICE_NAME, PrefillServicer
 from prefill_node.session import GroupSession
 
@@ -58,7 +58,7 @@ class Stage:
     def __init__(
         self,
         config: PrefillNodeConfig,
-        runner: StageRunner,
+        runner: Runner,
         client: StoreClient,
         *,
         layout: KVLayout,
@@ -218,6 +218,8 @@ class Stage:
         self._tasks.append(asyncio.create_task(self._lead(self._leader, self.coordinator), name="group"))
 
     def _hello(self) -> stage_pb2.Hello:
+        model = self._runner.step_model
+        told = stage_pb2.StepModel(**dataclasses.asdict(model)) if model else None
         return stage_pb2.Hello(
             stage_idx=self._config.prefill.stage_idx,
             num_stages=self._config.prefill.num_stages,
@@ -225,22 +227,26 @@ class Stage:
             num_pages=self._runner.kv.num_pages,
             layout_digest=self._layout.digest(),
             hidden_size=self._runner.info.hidden_size,
+            step_model=told,
         )
 
     # Stage 0.
 
     async def _lead(self, leader: GroupLeader, coordinator: Coordinator) -> None:
         prefill = self._config.prefill
+        assert self._group_metrics is not None
         while True:
             formed = await leader.form()
             pipeline = self._new_pipeline(formed.epoch, self._take_local_report)
             session = GroupSession(
                 epoch=formed.epoch,
-                num_stages=prefill.num_stages,
+                config=prefill,
                 num_pages=formed.num_pages,
-                scheduler=Scheduler(chunk_tokens=prefill.chunk_tokens, max_in_flight_steps=prefill.max_in_flight_steps),
+                block_tokens=self._layout.block_tokens,
+                step_models=formed.step_models,
                 send=self._send,
                 clock=self._clock,
+                metrics=self._group_metrics,
             )
             sender = None
             reason = "stage 0 is closing"
@@ -408,7 +414,7 @@ class Stage:
             log.warning("leaving a group that works")
 
     async def _watch(self) -> None:
-        """Ask the store how it is, and find a stage that hangs."""
+        """Ask the store how it is, keep the measures current, and find a stage that hangs."""
         while True:
             await asyncio.sleep(self._config.prefill.heartbeat_s)
             before = self.not_ready()
@@ -416,6 +422,8 @@ class Stage:
             if self.not_ready() != before:
                 log.info("readiness changed", reason=self.not_ready() or "ready")
                 await self._publish()
+            if self._pipeline is not None and self.is_grouped:
+                self._pipeline.times.settle()
             if self.coordinator is None or self._leader is None:
                 continue
             self.coordinator.update_gauges()

@@ -13,8 +13,8 @@ from kvstore.node import StoreNode
 from kvstore.transfer.base import Transfer
 from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
+from model_runner.load import load_runner
 from model_runner.model_source import describe_model
-from model_runner.runner import StageRunner
 from model_runner.stage import split_layers
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.stage import Stage
@@ -47,15 +47,7 @@ async def start_stage(
             opened.push_async_callback(store_node.close)
         arena = transfer.allocate(arena_bytes)
         runner = await asyncio.to_thread(
-            StageRunner.load,
-            described.source,
-            spec,
-            dtype=info.dtype,
-            layout=layout,
-            num_pages=num_pages,
-            device=config.model.device,
-            kernels=config.model.kernels,
-            arena=arena.buffer,
+            load_runner, config.model, described, spec, num_pages=num_pages, arena=arena.buffer
         )
         registry = CollectorRegistry()
         stage = Stage(

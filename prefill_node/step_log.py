@@ -83,12 +83,27 @@ class StepLog:
         """Whether the end is written, so that nothing may follow."""
         return key in self._requests and self._requests[key].ending is not None
 
-    def append_fetch(self, key: RequestKey, *, block_hashes: bytes, pages: Sequence[int]) -> stage_pb2.LogEntry:
-        """Every stage shall get the first blocks from the store. The first entry of a request that has a prefix hit."""
+    def is_busy(self, key: RequestKey) -> bool:
+        """Whether a stage still fetches, computes or puts for the request."""
+        request = self._requests.get(key)
+        return request is not None and bool(request.fetching or request.steps)
+
+    def append_fetch(
+        self, key: RequestKey, *, block_hashes: bytes, pages: Sequence[int], first_block: int
+    ) -> stage_pb2.LogEntry:
+        """Every stage shall get blocks from the store into the first `pages`. The first entry of a request that fetches.
+
+        Args:
+            block_hashes: of the blocks from `first_block` on; those before it are in their pages already.
+        """
         assert key not in self._requests, f"fetch after other entries of {key}"
         self._requests[key] = _Request(fetching=set(self._stages), fetch_blocks=len(pages))
         fetch = stage_pb2.FetchPrefix(
-            request_id=key.request_id, request_epoch=key.epoch, block_hashes=block_hashes, pages=pages
+            request_id=key.request_id,
+            request_epoch=key.epoch,
+            block_hashes=block_hashes,
+            pages=pages,
+            first_block=first_block,
         )
         return self._entry(fetch=fetch)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.config import ConductorConfig, ConductorSettings
 from conductor.metrics import ConductorMetrics
@@ -28,8 +31,10 @@ from kvstore.index import KvEvents, KvEventWriter
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState
 from kvstore.service import KvStoreService
+from kvstore.transfer.base import Transfer
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.config import ModelConfig
+from model_runner.pages import PrefixPages
 from moontide.clock import MonotonicClock
 from moontide.config import NodeConfig, RegistryConfig, free_port
 from moontide.deadline import Deadline
@@ -39,6 +44,7 @@ from moontide.sampling_params import SampledToken
 from moontide.token_ids import pack_token_ids, unpack_token_ids
 from moontide_proto.v1 import kvstore_pb2_grpc
 from prefill_node.config import PrefillConfig, PrefillNodeConfig
+from prefill_node.session import GroupSession
 from prefill_node.stage import Stage
 from prefill_node.start import start_stage
 
@@ -69,6 +75,27 @@ class InProcessCluster:
     conductor: Conductor
     memory: MemoryStore
     store: LocalStoreNode
+
+    @property
+    def session(self) -> GroupSession:
+        """What the group works on."""
+        coordinator = self.stages[0].coordinator
+        assert coordinator is not None
+        assert coordinator.session is not None
+        return coordinator.session
+
+    def forget_pages(self) -> None:
+        """Make an idle group fetch from the store what its stages still hold."""
+        self.session.pages = PrefixPages(self.session.pages.num_pages)
+
+    async def metrics(self) -> dict[str, float]:
+        """Samples of stage 0 without labels, by name."""
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(f"http://{self.stages[0].http_address}/metrics") as response,
+        ):
+            families = text_string_to_metric_families(await response.text())
+        return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
     async def generate(self, prompt: Sequence[int], params: GenerateParams) -> Answer:
         """Serve one prompt of token ids to its end. Raises: MoontideError."""
@@ -106,8 +133,17 @@ async def inprocess_cluster(
     pool_bytes: int = 1 << 30,
     num_pages: int = 1024,
     max_batch: int = 16,
+    profile: Path | None = None,
+    stage_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
+    **prefill: Any,
 ) -> AsyncIterator[InProcessCluster]:
-    """Start everything, wait until a prompt would be served, close everything."""
+    """Start everything, wait until a prompt would be served, close everything.
+
+    Args:
+        profile: steps are paced and not computed.
+        stage_transfer: makes each stage's way to the store.
+        prefill: more fields of PrefillConfig.
+    """
     registry = RegistryConfig(url=registry_url, heartbeat_s=0.2, lease_s=5.0)
     memory = MemoryStore(pool_bytes, lease_s=0.2)
     async with AsyncExitStack() as stack:
@@ -116,6 +152,8 @@ async def inprocess_cluster(
             master_rpc="memory:1", master_http="memory:1", client_address="memory:1", service_address=store_address
         )
         model = ModelConfig(name=str(model_dir), dtype="float32")
+        if profile is not None:
+            model = replace(model, load_format="paced", profile=str(profile))
         kv = KvConfig(block_tokens=block_tokens, layer_group=layer_group)
         control_address = f"{HOST}:{free_port()}"
         running = []
@@ -133,9 +171,10 @@ async def inprocess_cluster(
                     control_address=control_address,
                     chunk_tokens=chunk_tokens,
                     num_pages=num_pages,
+                    **prefill,
                 ),
             )
-            stage = await start_stage(config, transfer=MemoryTransfer(memory), store_node=store)
+            stage = await start_stage(config, transfer=stage_transfer(memory), store_node=store)
             stack.push_async_callback(stage.close)
             running.append(stage)
         decode_config = DecodeNodeConfig(

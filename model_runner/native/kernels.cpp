@@ -38,7 +38,7 @@ constexpr int kTilePairs = kTileColumns / 2;
 constexpr int64_t kTaskRows = 768;    // rows that share one packing of the keys; their sums stay in the same cache
 constexpr int64_t kPanelPairs = 1024; // weights of one panel that are met before the next rows: 256 KiB
 constexpr int64_t kPanelRows = 384;   // rows that meet all panels before the next rows
-constexpr int kPrefetchPairs = 1024;  // 4 KiB ahead; one row alone is bound by how fast weights arrive
+constexpr int kPrefetchPairs = 1024;  // 4 KiB
 
 constexpr float kLog2e = 1.44269504f;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -48,22 +48,33 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---------------------------------------------------------------------------------------------------------- products
 
+// Memory to fetch while a tile is computed: the next 64 pairs at every step.
+struct Ahead {
+    const Pair* at;
+    int64_t step;
+};
+
+Ahead same_columns(const Pair* columns, int64_t column_stride) { return {columns + kPrefetchPairs, column_stride}; }
+
 // out[M][16 * V] = (accumulate ? out : 0) + rows[M][2 * num_pairs] * columns[num_pairs][16 * V]
 template <int M, int V>
 __attribute__((always_inline)) inline void multiply_tile(const bf16* const* rows, const Pair* columns,
                                                          int64_t column_stride, int64_t num_pairs, float* out,
-                                                         int64_t out_stride, bool accumulate) {
+                                                         int64_t out_stride, bool accumulate, Ahead ahead) {
     __m512 sums[M][V];
+// Without the unrolling, the sums would go through the stack on their way in and out.
+#pragma GCC unroll 6
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
         for (int j = 0; j < V; j++)
             sums[i][j] = accumulate ? _mm512_loadu_ps(out + i * out_stride + kLanes * j) : _mm512_setzero_ps();
     const bf16* row[M];
     for (int i = 0; i < M; i++) row[i] = rows[i];
-    for (int64_t pair = 0; pair < num_pairs; pair++, columns += column_stride) {
+    for (int64_t pair = 0; pair < num_pairs; pair++, columns += column_stride, ahead.at += ahead.step) {
         __m512bh column[V];
 #pragma GCC unroll 4
         for (int j = 0; j < V; j++) {
-            _mm_prefetch(reinterpret_cast<const char*>(columns + kPrefetchPairs + kLanes * j), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(ahead.at + kLanes * j), _MM_HINT_T0);
             column[j] = (__m512bh)_mm512_loadu_si512(columns + kLanes * j);
         }
 #pragma GCC unroll 6
@@ -75,20 +86,22 @@ __attribute__((always_inline)) inline void multiply_tile(const bf16* const* rows
             for (int j = 0; j < V; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], broadcast, column[j]);
         }
     }
+#pragma GCC unroll 6
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
         for (int j = 0; j < V; j++) _mm512_storeu_ps(out + i * out_stride + kLanes * j, sums[i][j]);
 }
 
 template <int V>
 void multiply(int num_rows, const bf16* const* rows, const Pair* columns, int64_t column_stride, int64_t num_pairs,
-              float* out, int64_t out_stride, bool accumulate) {
+              float* out, int64_t out_stride, bool accumulate, Ahead ahead) {
     switch (num_rows) {
-        case 1: return multiply_tile<1, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
-        case 2: return multiply_tile<2, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
-        case 3: return multiply_tile<3, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
-        case 4: return multiply_tile<4, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
-        case 5: return multiply_tile<5, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
-        case 6: return multiply_tile<6, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate);
+        case 1: return multiply_tile<1, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
+        case 2: return multiply_tile<2, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
+        case 3: return multiply_tile<3, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
+        case 4: return multiply_tile<4, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
+        case 5: return multiply_tile<5, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
+        case 6: return multiply_tile<6, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
     }
 }
 
@@ -379,7 +392,8 @@ class RowTask {
     // Scores of rows [row, row + count) and one tile of keys, into places [place, place + count).
     void score(int64_t row, int count, const Pair* keys, int64_t place, int tile) {
         multiply<4>(count, scratch_.rows.data() + row, keys, kTileColumns, head_dim_ / 2,
-                    scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys, false);
+                    scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys, false,
+                    same_columns(keys, kTileColumns));
     }
 
     // Turns the scores of some tiles into weights relative to each row's peak so far. All peaks first: a peak is a long
@@ -452,8 +466,11 @@ class RowTask {
         float* sums = scratch_.sums.data() + row * head_dim_;
         int64_t d = 0;
         for (; d + kTileColumns <= head_dim_; d += kTileColumns)
-            multiply<4>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true);
-        if (d < head_dim_) multiply<2>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true);
+            multiply<4>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true,
+                        same_columns(values + d, head_dim_));
+        if (d < head_dim_)
+            multiply<2>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true,
+                        same_columns(values + d, head_dim_));
     }
 
     void write_result() const {
@@ -500,47 +517,93 @@ struct Linear {  // mirrored in kernels.py
     const bf16* input;  // [T][I] with a row stride
     int64_t input_stride;
     const Pair* weight;  // packed
+    const Pair* gate;    // packed, or null; with it the result is silu(input x gate) * (input x weight), without a bias
     const bf16* bias;    // [O], or null
     bf16* out;           // [T][O]
     int64_t num_rows, num_inputs, num_outputs;
 };
 
-// Rounds rows of float32 sums of one panel, with the bias, into the output.
-void write_panel(const Linear& call, int64_t panel, int64_t first_row, int64_t count, const float* sums) {
+__m512 widen(__m256i numbers) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16)); }
+
+__m512 silu(__m512 x) {
+    __m512 grown = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2e)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), grown));
+}
+
+// Finishes float32 sums of one panel and a few rows, and rounds them into the output.
+void write_panel(const Linear& call, int64_t panel, int64_t first_row, int64_t count, const float* sums,
+                 const float* gates) {
     int64_t column = panel * kTileColumns;
     for (int j = 0; j < kTileColumns && column + j < call.num_outputs; j += kLanes) {
         int64_t width = std::min<int64_t>(kLanes, call.num_outputs - column - j);
         __mmask16 valid = static_cast<__mmask16>((1u << width) - 1);
         __m512 bias = _mm512_setzero_ps();
-        if (call.bias) {
-            __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(valid, call.bias + column + j));
-            bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-        }
+        if (call.bias) bias = widen(_mm256_maskz_loadu_epi16(valid, call.bias + column + j));
         for (int64_t i = 0; i < count; i++) {
             __m512 sum = _mm512_add_ps(_mm512_loadu_ps(sums + i * kTileColumns + j), bias);
+            if (call.gate) sum = _mm512_mul_ps(sum, silu(_mm512_loadu_ps(gates + i * kTileColumns + j)));
             bf16* out = call.out + (first_row + i) * call.num_outputs + column + j;
             _mm256_mask_storeu_epi16(out, valid, (__m256i)_mm512_cvtneps_pbh(sum));
         }
     }
 }
 
-void multiply_panel(const Linear& call, int64_t panel, int64_t first, int64_t end) {
-    static thread_local std::vector<float> sums;
-    int64_t num_pairs = call.num_inputs / 2;
-    const Pair* weight = call.weight + panel * num_pairs * kTileColumns;
-    sums.resize((end - first) * kTileColumns);
+// Rows [first, end) x one panel of `weight`; `finish(row, count)` is called when the sums of these rows are complete.
+template <typename Finish>
+void multiply_panel(const Linear& call, const Pair* weight, int64_t panel, int64_t first, int64_t end, float* sums,
+                    Finish finish) {
+    int64_t num_pairs = call.num_inputs / 2, num_rows = end - first;
+    weight += panel * num_pairs * kTileColumns;
     for (int64_t pair = 0; pair < num_pairs; pair += kPanelPairs) {
+        int64_t met_pairs = std::min(kPanelPairs, num_pairs - pair);
+        const Pair* met = weight + pair * kTileColumns;
         for (int64_t row = first; row < end;) {
             int count = next_group(end - row);
             const bf16* rows[kTileRows];
             for (int i = 0; i < count; i++) rows[i] = call.input + (row + i) * call.input_stride + 2 * pair;
-            multiply<4>(count, rows, weight + pair * kTileColumns, kTileColumns,
-                        std::min(kPanelPairs, num_pairs - pair), sums.data() + (row - first) * kTileColumns,
-                        kTileColumns, pair > 0);
+            // Each group of rows fetches its share of the weights that all of them meet next, which lie behind these.
+            // One group alone is bound by how fast its own weights arrive.
+            Ahead ahead = {met + (met_pairs + met_pairs * (row - first) / num_rows) * kTileColumns,
+                           ceil_div(count * kTileColumns, num_rows)};
+            if (num_rows <= kTileRows) ahead = same_columns(met, kTileColumns);
+            multiply<4>(count, rows, met, kTileColumns, met_pairs, sums + (row - first) * kTileColumns, kTileColumns,
+                        pair > 0, ahead);
+            if (pair + met_pairs == num_pairs) finish(row, count);
             row += count;
         }
     }
-    write_panel(call, panel, first, end - first, sums.data());
+}
+
+void compute_panel(const Linear& call, int64_t panel, int64_t first, int64_t end) {
+    static thread_local std::vector<float> sums, gates;
+    sums.resize((end - first) * kTileColumns);
+    if (call.gate) {
+        gates.resize(sums.size());
+        multiply_panel(call, call.gate, panel, first, end, gates.data(), [](int64_t, int64_t) {});
+    }
+    // Rows are written one group after the other: all at once, their lines would have to be waited for.
+    multiply_panel(call, call.weight, panel, first, end, sums.data(), [&](int64_t row, int64_t count) {
+        int64_t place = (row - first) * kTileColumns;
+        write_panel(call, panel, row, count, sums.data() + place, gates.data() + place);
+    });
+}
+
+// -------------------------------------------------------------------------------------------------------------- norm
+
+// out = row / rms(row) * weight, for a row of any width.
+void normalize(const bf16* row, const bf16* weight, int64_t width, float epsilon, bf16* out) {
+    auto valid_at = [&](int64_t i) { return static_cast<__mmask16>((1u << std::min<int64_t>(kLanes, width - i)) - 1); };
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += kLanes) {
+        __m512 x = widen(_mm256_maskz_loadu_epi16(valid_at(i), row + i));
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width + epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+        __m512 x = _mm512_mul_ps(widen(_mm256_maskz_loadu_epi16(valid_at(i), row + i)), scale);
+        x = _mm512_mul_ps(x, widen(_mm256_maskz_loadu_epi16(valid_at(i), weight + i)));
+        _mm256_mask_storeu_epi16(out + i, valid_at(i), (__m256i)_mm512_cvtneps_pbh(x));
+    }
 }
 
 }  // namespace
@@ -603,8 +666,16 @@ void moontide_linear(const Linear* call, int num_threads) {
     for (int64_t task = 0; task < num_tasks; task++) {
         // All panels for some rows, then the next rows: the rows stay in a cache, the panels pass through.
         int64_t first = task / num_panels * kPanelRows;
-        multiply_panel(*call, task % num_panels, first, std::min(first + kPanelRows, call->num_rows));
+        compute_panel(*call, task % num_panels, first, std::min(first + kPanelRows, call->num_rows));
     }
+}
+
+// RMS norm of contiguous rows [T][width].
+void moontide_norm(const bf16* input, const bf16* weight, int64_t num_rows, int64_t width, float epsilon, bf16* out,
+                   int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < num_rows; row++)
+        normalize(input + row * width, weight, width, epsilon, out + row * width);
 }
 
 }  // extern "C"

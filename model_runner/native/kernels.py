@@ -60,6 +60,7 @@ class _Linear(ctypes.Structure):
         ("input", ctypes.c_void_p),
         ("input_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
@@ -87,7 +88,9 @@ class NativeKernels:
         self._pack.argtypes = (pointer, number, number, pointer)
         self._linear = functions.moontide_linear
         self._linear.argtypes = (pointer, threads)
-        for function in (self._write, self._attend, self._pack, self._linear):
+        self._norm = functions.moontide_norm
+        self._norm.argtypes = (pointer, pointer, number, number, ctypes.c_float, pointer, threads)
+        for function in (self._write, self._attend, self._pack, self._linear, self._norm):
             function.restype = None
 
     def write(
@@ -174,25 +177,57 @@ class NativeKernels:
         self._pack(weight_OI.data_ptr(), num_outputs, num_inputs, packed.data_ptr())
         return packed
 
-    def linear(self, input_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_outputs: int) -> Tensor:
-        """[T, O] bfloat16: input x weight^T + bias, summed in float32. A row's bits depend on nothing but its input."""
+    def linear(
+        self,
+        input_TI: Tensor,
+        packed: Tensor,
+        *,
+        num_outputs: int,
+        bias_O: Tensor | None = None,
+        packed_gate: Tensor | None = None,
+    ) -> Tensor:
+        """[T, O] bfloat16: input x weight^T + bias, summed in float32. A row's bits depend on nothing but its input.
+
+        Args:
+            packed_gate: a second weight; the result is then silu(input x gate^T) * (input x weight^T). Excludes a bias.
+        """
         assert input_TI.dtype == torch.bfloat16
+        assert packed_gate is None or (bias_O is None and packed_gate.shape == packed.shape)
         if input_TI.stride(1) != 1:
             input_TI = input_TI.contiguous()
         num_rows, num_inputs = input_TI.shape
         out_TO = input_TI.new_empty(num_rows, num_outputs)
         call = _Linear(
-            input_TI.data_ptr(),
-            input_TI.stride(0),
-            packed.data_ptr(),
-            None if bias_O is None else bias_O.data_ptr(),
-            out_TO.data_ptr(),
-            num_rows,
-            num_inputs,
-            num_outputs,
+            input=input_TI.data_ptr(),
+            input_stride=input_TI.stride(0),
+            weight=packed.data_ptr(),
+            gate=None if packed_gate is None else packed_gate.data_ptr(),
+            bias=None if bias_O is None else bias_O.data_ptr(),
+            out=out_TO.data_ptr(),
+            num_rows=num_rows,
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
         )
         self._linear(ctypes.addressof(call), torch.get_num_threads())
         return out_TO
+
+    def norm(self, input_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        """[T, D] bfloat16: each row over its root mean square, times the weight."""
+        assert input_TD.dtype == weight_D.dtype == torch.bfloat16
+        input_TD = input_TD.contiguous()
+        num_rows, width = input_TD.shape
+        assert weight_D.shape == (width,)
+        out_TD = torch.empty_like(input_TD)
+        self._norm(
+            input_TD.data_ptr(),
+            weight_D.data_ptr(),
+            num_rows,
+            width,
+            epsilon,
+            out_TD.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out_TD
 
 
 def load_kernels(choice: str, *, dtype: str, device: str) -> NativeKernels | None:

@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
-from deploy.gantt import busy_s, chrome_trace, overlap_s, pipeline_sentence, render_gantt, stage_chunks, ttft_table
+from deploy.gantt import (
+    busy_s,
+    chrome_trace,
+    overlap_s,
+    pipeline_sentence,
+    plan_line,
+    render_gantt,
+    stage_chunks,
+    stage_table,
+    stage_uses,
+    ttft_table,
+)
 from moontide.timeline import Span, Timeline, TtftParts
 
 
@@ -98,7 +110,11 @@ def test_sentence_says_when_stages_took_turns() -> None:
 
 
 def test_stage_chunks_leave_out_other_work() -> None:
-    spans = (*PIPELINE, Span(name="put chunk 0", track="stage 0 put", start_s=0, duration_s=9))
+    spans = (
+        *PIPELINE,
+        Span(name="put chunk 0", track="stage 0 put", start_s=0, duration_s=9),
+        Span(name="fetch", track="stage 0", start_s=0, duration_s=0.1),
+    )
     assert [len(spans) for spans in stage_chunks(timeline(spans))] == [3, 3]
 
 
@@ -122,3 +138,66 @@ def test_table_compares_with_what_the_client_measured() -> None:
     last = ttft_table(PARTS, client_ttft_s=1.002).splitlines()[-1]
     assert "1002.0" in last
     assert "by the client; difference +2.0 ms" in last
+
+
+def test_a_row_of_more_bars_than_cells_shows_how_busy_and_where() -> None:
+    spans = [chunk(0, idx, idx * 0.05, 0.05) for idx in range(400)]
+    spans += [chunk(0, 400 + idx, 20 + idx * 0.05, 0.0125) for idx in range(400)]
+    picture = rows(render_gantt(spans, width=19 + 80))["stage 0"]
+    assert len(picture) == 80
+    assert re.findall(r"\d+", picture) == [str(number) for number in range(0, 800, 100)]
+    assert set(re.sub(r"\d", "", picture[:40])) == {"█"}
+    assert set(re.sub(r"\d", "", picture[41:])) == {"░"}
+
+
+def test_a_dense_row_shows_its_gaps() -> None:
+    spans = [chunk(0, idx, idx * 0.01, 0.01) for idx in range(100)] + [
+        chunk(0, 100 + idx, 3 + idx * 0.01, 0.01) for idx in range(100)
+    ]
+    picture = rows(render_gantt(spans, width=19 + 40))["stage 0"]
+    assert picture[10:30] == " " * 20
+    assert " " not in picture[:10] + picture[30:]
+
+
+def test_uses_of_the_stages_add_up_to_the_makespan() -> None:
+    spans = (
+        chunk(0, 0, 1.0), chunk(0, 1, 2.0), chunk(0, 2, 5.0),
+        chunk(1, 0, 2.5), chunk(1, 1, 3.5), chunk(1, 2, 6.25, 2.0),
+        Span(name="fetch", track="stage 0", start_s=0.0, duration_s=0.75),
+        Span(name="chunk 2", track="stage 1 put", start_s=8.0, duration_s=0.5),
+    )  # fmt: skip
+    first, second = stage_uses(timeline(spans))
+    assert (first.busy_s, first.fill_s, first.recv_s, first.other_s, first.drain_s) == (3.0, 0.0, 0.0, 2.0, 2.25)
+    assert (second.busy_s, second.fill_s, second.recv_s, second.other_s, second.drain_s) == (4.0, 1.5, 1.5, 0.25, 0.0)
+    assert first.busy_s + first.bubble_s == second.busy_s + second.bubble_s == 7.25
+    assert (first.store_s, second.store_s) == (0.75, 0.25)
+
+
+def test_table_of_the_stages_has_the_plan_and_predicted_beside_measured() -> None:
+    spans = tuple(dataclasses.replace(span, predicted_s=0.9) for span in PIPELINE)
+    table = stage_table(timeline(spans))
+    assert table is not None
+    plan, makespan, _, first, second = table.splitlines()
+    assert plan == "plan: 3 chunks, 1536 tokens: 512 x3"
+    assert makespan == "first chunk to last stage's end: 4.000 s  (predicted 3.600 s, -10.0 %)"
+    assert first.split()[:3] == ["0", "3.000", "1.000"]
+    assert "75.0  (predicted 2.700 s, -10.0 %)" in second
+
+
+def test_table_without_predictions_or_chunks() -> None:
+    table = stage_table(timeline())
+    assert table is not None
+    assert "predicted" not in table
+    assert stage_table(timeline(())) is None
+
+
+def test_a_long_plan_is_cut_in_the_middle() -> None:
+    tokens = list(range(2048, 0, -64))
+    assert plan_line([*tokens, 64]) == (
+        f"plan: 33 chunks, {sum(tokens) + 64} tokens: 2048, 1984, 1920, 1856, (24 more), 256, 192, 128, 64 x2"
+    )
+
+
+def test_predictions_survive_the_wire() -> None:
+    found = timeline(tuple(dataclasses.replace(span, predicted_s=0.9) for span in PIPELINE))
+    assert Timeline.from_proto(found.to_proto()) == found

@@ -141,11 +141,11 @@ def test_number_of_threads_changes_no_bit(native: NativeKernels) -> None:
     layer = Layer(CASES["chunks and single tokens"])
     weight, inputs = torch.randn(200, 64).bfloat16(), torch.randn(50, 64).bfloat16()
     packed = native.pack(weight)
-    alone = (layer.attend(native), native.linear(inputs, packed, None, 200))
+    alone = (layer.attend(native), native.linear(inputs, packed, num_outputs=200))
     torch.set_num_threads(2)
     try:
         assert torch.equal(layer.attend(native), alone[0])
-        assert torch.equal(native.linear(inputs, packed, None, 200), alone[1])
+        assert torch.equal(native.linear(inputs, packed, num_outputs=200), alone[1])
     finally:
         torch.set_num_threads(1)
 
@@ -200,19 +200,19 @@ def test_linear_equals_plain_float32_arithmetic(shape: tuple[int, int], has_bias
     bias = torch.randn(num_outputs, generator=generator).bfloat16() if has_bias else None
     packed = native.pack(weight)
     inputs = torch.randn(400, num_inputs, generator=generator).bfloat16()
-    together = native.linear(inputs, packed, bias, num_outputs)
+    together = native.linear(inputs, packed, bias_O=bias, num_outputs=num_outputs)
     exact = torch.nn.functional.linear(inputs.float(), weight.float(), None if bias is None else bias.float())
     assert relative_error(together, exact) < TOLERANCE / 2
     for num_rows in (1, 2, 3, 5, 6, 7, 8, 13):
-        some = native.linear(inputs[20 : 20 + num_rows], packed, bias, num_outputs)
+        some = native.linear(inputs[20 : 20 + num_rows], packed, bias_O=bias, num_outputs=num_outputs)
         assert torch.equal(some, together[20 : 20 + num_rows]), f"{num_rows} rows"
 
 
 def test_linear_reads_rows_with_gaps_and_columns_apart(native: NativeKernels) -> None:
     packed = native.pack(torch.randn(64, 32).bfloat16())
     inputs = torch.randn(10, 32).bfloat16()
-    expected = native.linear(inputs, packed, None, 64)
+    expected = native.linear(inputs, packed, num_outputs=64)
     with_gaps = torch.cat([inputs, inputs], dim=1)[:, :32]
-    assert torch.equal(native.linear(with_gaps, packed, None, 64), expected)
-    assert torch.equal(native.linear(inputs.t().contiguous().t(), packed, None, 64), expected)
-    assert native.linear(inputs[:0], packed, None, 64).shape == (0, 64)
+    assert torch.equal(native.linear(with_gaps, packed, num_outputs=64), expected)
+    assert torch.equal(native.linear(inputs.t().contiguous().t(), packed, num_outputs=64), expected)
+    assert native.linear(inputs[:0], packed, num_outputs=64).shape == (0, 64)

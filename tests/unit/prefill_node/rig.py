@@ -18,6 +18,7 @@ from kvstore.pool import PoolState
 from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.config import ModelConfig
+from model_runner.pages import PrefixPages
 from moontide import rpc
 from moontide.clock import MonotonicClock
 from moontide.config import NodeConfig, RegistryConfig, free_port
@@ -276,6 +277,13 @@ class Group:
         await eventually(is_idle, "an idle group")
         assert coordinator.session is not None
         coordinator.session.check_invariants()
+
+    def forget_pages(self) -> None:
+        """Make an idle group fetch from the store what its stages still hold."""
+        coordinator = self.stages[0].coordinator
+        assert coordinator is not None
+        assert coordinator.session is not None
+        coordinator.session.pages = PrefixPages(coordinator.session.pages.num_pages)
 
     def blocks(self) -> dict[str, bytes]:
         """Shared blocks in the store."""

@@ -113,6 +113,8 @@ async def test_cancel_while_fetching(model_dir: Path) -> None:
     prompt = make_prompt(2 * CHUNK_TOKENS)
     async with running_group(model_dir, num_stages=2) as group:
         await group.prefill(prompt, "first")
+        await group.until_idle()
+        group.forget_pages()
         group.gates.get.shut()
 
         async def fetches(group: Group) -> None:

@@ -161,6 +161,8 @@ async def test_objects_that_vanish_before_the_fetch_rewind_every_stage(model_dir
         await group.start()
         await group.prefill(prompt, "first")
         before = group.blocks()
+        await group.until_idle()
+        group.forget_pages()
         losing.is_armed = True
         answer = await group.prefill(prompt, "second")
         assert answer.accepted is not None

@@ -1,19 +1,64 @@
-"""Scheduler: chunks cover each prompt once, in order, within the bounds."""
+"""Scheduler: chunks cover each prompt once, in order, within the bounds; whose turn it is."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.pool import RequestKey
+from moontide.perf_model import StepModel
+from prefill_node.chunking import ChunkPlanner
 from prefill_node.scheduler import PlannedChunk, Scheduler
 
 CHUNK_TOKENS = 64
+BLOCK_TOKENS = 16
 A, B, C = (RequestKey(name, 1) for name in "abc")
+STAGE = StepModel(overhead_s=0.002, token_s=0.001, pair_s=1e-7)
+"""A stage on which one block takes 16 ms, so that plans for two of them have many chunks."""
 
 
-def make_scheduler(max_in_flight_steps: int = 3) -> Scheduler:
-    return Scheduler(chunk_tokens=CHUNK_TOKENS, max_in_flight_steps=max_in_flight_steps)
+class Line(Scheduler):
+    """A scheduler that is told little: what is not said is as good as absent."""
+
+    def add(self, key: RequestKey, *, order: int, num_tokens: int, cursor: int, **given: Any) -> None:
+        super().add(
+            key,
+            order=order,
+            num_tokens=num_tokens,
+            cursor=cursor,
+            deadline_s=given.get("deadline_s", 1e6),
+            now_s=given.get("now_s", 0.0),
+        )
+
+    def next_micro_batch(self, *, in_flight_steps: int, now_s: float = 0.0) -> Sequence[PlannedChunk]:
+        return super().next_micro_batch(in_flight_steps=in_flight_steps, now_s=now_s)
+
+
+def make_scheduler(
+    max_in_flight_steps: int = 3,
+    *,
+    mode: str = "cpp",
+    policy: str = "fcfs",
+    stages: Sequence[StepModel] = (),
+    starvation_s: float = 1e9,
+) -> Line:
+    planner = ChunkPlanner(
+        chunking="equal-time" if stages else "fixed",
+        chunk_tokens=CHUNK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        max_step_s=1.0,
+        stages=stages,
+    )
+    return Line(
+        mode=mode,
+        policy=policy,
+        planner=planner,
+        max_in_flight_steps=max_in_flight_steps,
+        starvation_s=starvation_s,
+    )
 
 
 def chunk(key: RequestKey, first_token: int, num_tokens: int, *, is_last: bool = False) -> PlannedChunk:
@@ -97,3 +142,77 @@ def test_chunks_tile_every_prompt_in_order(prompts: list[tuple[int, int]], in_fl
             assert planned.is_last == (cursors[planned.key] == totals[planned.key])
         assert scheduler.queued_tokens == sum(totals[key] - cursors[key] for key in totals)
     assert cursors == totals
+
+
+def served(scheduler: Line, steps: int, *, now_s: float = 0.0) -> list[str]:
+    """Whose chunks the next steps are."""
+    return [
+        "+".join(planned.key.request_id for planned in scheduler.next_micro_batch(in_flight_steps=0, now_s=now_s))
+        for _ in range(steps)
+    ]
+
+
+def test_a_shorter_prompt_preempts_a_longer_one_at_the_next_chunk_border() -> None:
+    scheduler = make_scheduler(policy="srpt", stages=[STAGE, STAGE])
+    scheduler.add(A, order=0, num_tokens=640, cursor=0)
+    first = scheduler.next_micro_batch(in_flight_steps=0)
+    scheduler.add(B, order=1, num_tokens=64, cursor=0)
+    while (batch := scheduler.next_micro_batch(in_flight_steps=0))[0].key == B:
+        assert not batch[0].first_token or batch[0].key == B
+    assert scheduler.num_preemptions == 1
+    assert batch[0].key == A
+    assert batch[0].first_token == first[0].num_tokens, "it goes on where it was"
+
+
+def test_prompts_of_one_length_do_not_take_turns_under_lars() -> None:
+    scheduler = make_scheduler(policy="lars", stages=[STAGE, STAGE])
+    for order, key in enumerate((A, B)):
+        scheduler.add(key, order=order, num_tokens=640, cursor=0, deadline_s=10.0)
+    order_of_service = served(scheduler, 100, now_s=1.0)
+    num_chunks = order_of_service.count("a")
+    assert num_chunks > 3
+    assert order_of_service[: 2 * num_chunks] == ["a"] * num_chunks + ["b"] * num_chunks
+    assert scheduler.num_preemptions == 0
+
+
+def test_deadlines_decide_under_edf() -> None:
+    scheduler = make_scheduler(policy="edf", stages=[STAGE, STAGE])
+    scheduler.add(A, order=0, num_tokens=640, cursor=0, deadline_s=20.0)
+    scheduler.add(B, order=1, num_tokens=640, cursor=0, deadline_s=10.0)
+    assert served(scheduler, 3) == ["b", "b", "b"]
+
+
+def test_starving_prompt_gets_one_chunk_and_then_waits_again() -> None:
+    scheduler = make_scheduler(policy="srpt", stages=[STAGE, STAGE], starvation_s=30.0)
+    scheduler.add(A, order=0, num_tokens=6400, cursor=0, now_s=0.0)
+    scheduler.add(B, order=1, num_tokens=640, cursor=0, now_s=10.0)
+    assert served(scheduler, 1, now_s=10.0) == ["b"]
+    assert served(scheduler, 3, now_s=30.0) == ["a", "b", "b"]
+    assert served(scheduler, 2, now_s=59.0) == ["b", "b"]
+    assert served(scheduler, 2, now_s=60.0) == ["a", "b"]
+
+
+def test_chunked_serial_waits_for_a_chunk_to_leave_the_last_stage() -> None:
+    scheduler = make_scheduler(mode="chunked-serial")
+    scheduler.add(A, order=0, num_tokens=150, cursor=0)
+    scheduler.add(B, order=1, num_tokens=150, cursor=0)
+    assert served(scheduler, 3) == ["a", "b", ""]
+    scheduler.chunk_left(B)
+    assert served(scheduler, 2) == ["b", ""]
+    scheduler.chunk_left(A)
+    assert served(scheduler, 2) == ["a", ""]
+
+
+def test_request_pp_makes_one_step_of_a_prompt() -> None:
+    scheduler = make_scheduler(mode="request-pp")
+    scheduler.add(A, order=0, num_tokens=1000, cursor=16)
+    assert scheduler.next_micro_batch(in_flight_steps=0) == [chunk(A, 16, 984, is_last=True)]
+
+
+def test_steps_are_not_packed_beyond_what_saves_time() -> None:
+    scheduler = make_scheduler(stages=[STAGE, STAGE])
+    for order, name in enumerate("abcd"):
+        scheduler.add(RequestKey(name, 1), order=order, num_tokens=16, cursor=0)
+    assert served(scheduler, 2) == ["a+b+c", "d"], (
+        "2 ms of overhead are much beside 32 tokens of 1 ms, and little beside 48"
+    )

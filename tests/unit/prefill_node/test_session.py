@@ -1,15 +1,20 @@
-"""GroupSession: what counts as a sign that the group makes progress."""
+"""GroupSession: signs of progress, pages that are taken away, pages that are found again, idle time, predictions."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from kvstore.block import BlockHash, hash_blocks
 from kvstore.pool import RequestKey
+from moontide.perf_model import StepModel
 from moontide.sampling_params import SamplingParams
-from moontide_proto.v1 import stage_pb2
+from moontide_proto.v1 import common_pb2, stage_pb2
+from prefill_node.config import PrefillConfig
+from prefill_node.metrics import GroupMetrics
 from prefill_node.prompt import Prompt
-from prefill_node.scheduler import Scheduler
 from prefill_node.session import GroupSession
 from tests.fakes.clock import FakeClock
 
@@ -17,24 +22,42 @@ BLOCK_TOKENS = 4
 ROOT = BlockHash(b"r" * 32)
 
 
+MODEL = StepModel(overhead_s=0.001, token_s=0.01, pair_s=0.0)
+
+
 class World:
-    def __init__(self) -> None:
+    """One stage whose reports the test makes up."""
+
+    def __init__(self, *, num_pages: int = 64, policy: str = "srpt", model: StepModel | None = None) -> None:
         self.clock = FakeClock()
         self.entries: list[stage_pb2.LogEntry] = []
+        self.registry = CollectorRegistry()
         self.session = GroupSession(
             epoch=1,
-            num_stages=1,
-            num_pages=64,
-            scheduler=Scheduler(chunk_tokens=8, max_in_flight_steps=2),
+            config=PrefillConfig(
+                group_id="g",
+                stage_idx=0,
+                num_stages=1,
+                control_address="127.0.0.1:1",
+                chunk_tokens=8,
+                chunking="fixed" if model is None else "equal-time",
+                policy=policy,
+            ),
+            num_pages=num_pages,
+            block_tokens=BLOCK_TOKENS,
+            step_models=[model],
             send=self.entries.append,
             clock=self.clock,
+            metrics=GroupMetrics(self.registry),
         )
+        self._orders = itertools.count()
 
-    def prompt(self, request_id: str, num_tokens: int) -> Prompt:
-        token_ids = np.arange(num_tokens, dtype=np.uint32)
+    def waiting(self, request_id: str, num_tokens: int, *, seed: int = 0) -> Prompt:
+        """A prompt without pages; prompts of one seed share their prefix."""
+        token_ids = np.arange(num_tokens, dtype=np.uint32) + 1000 * seed
         prompt = Prompt(
             key=RequestKey(request_id, 1),
-            order=0,
+            order=next(self._orders),
             token_ids=token_ids,
             root=ROOT,
             block_hashes=hash_blocks(token_ids, block_tokens=BLOCK_TOKENS, root=ROOT),
@@ -42,12 +65,34 @@ class World:
             sampling=SamplingParams(max_tokens=1),
             output_idx=0,
             arrived_s=self.clock.now(),
+            ttft_slo_s=None,
         )
-        assert self.session.take_pages(prompt)
+        self.session.expect(prompt, 0)
+        return prompt
+
+    def prompt(self, request_id: str, num_tokens: int, *, hit_blocks: int = 0, seed: int = 0) -> Prompt:
+        prompt = self.waiting(request_id, num_tokens, seed=seed)
+        self.session.take_pages(prompt, hit_blocks=hit_blocks)
         return prompt
 
     def report(self, **report: object) -> None:
         self.session.on_report(0, stage_pb2.StageReport(epoch=1, **report))  # type: ignore[arg-type]
+
+    def work(self, *, step_s: float = 0.0, token_s: float = 0.0) -> None:
+        """Do everything that the log asks for and was not done yet; a step takes `step_s` and `token_s` for each token."""
+        while self.entries:
+            entry = self.entries.pop(0)
+            if entry.HasField("compute"):
+                compute_s = step_s + token_s * sum(chunk.num_tokens for chunk in entry.compute.chunks)
+                self.clock.advance(compute_s)
+                tokens = [common_pb2.Token(token_id=7) for chunk in entry.compute.chunks if chunk.is_last]
+                self.report(step_done=stage_pb2.StepDone(seq=entry.seq, compute_s=compute_s, tokens=tokens))
+                self.report(puts_done=stage_pb2.PutsDone(seq=entry.seq))
+            elif entry.HasField("end"):
+                self.report(end_done=stage_pb2.EndDone(request_id=entry.end.request_id, request_epoch=1))
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
 
 
 async def test_other_reports_do_not_hide_a_forward_that_hangs() -> None:
@@ -78,3 +123,133 @@ async def test_without_a_forward_every_report_is_progress() -> None:
     world.clock.advance(100)
     world.session.compute(prompt, cursor=8)
     assert world.session.last_report_s == world.clock.now(), "the pipeline was empty until now"
+
+
+async def test_pages_of_the_longer_prompt_go_to_the_shorter_one_and_it_goes_on_from_the_store() -> None:
+    world = World(num_pages=20, model=MODEL)
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    short = world.waiting("short", 32)
+    assert world.session.choose([short]) is None
+    first = world.entries[0].compute.chunks[0]
+    assert not long.dropped.is_set(), "a step of it is in the pipeline"
+    world.work()
+    assert long.dropped.is_set()
+    assert world.session.choose([short, long]) is short
+    world.session.take_pages(short, hit_blocks=0)
+    assert world.session.choose([long]) is None, "and it does not take them back"
+    world.session.compute(short, cursor=0)
+    world.work()
+    world.session.finish(short)
+    world.work()
+
+    assert 0 < long.put_tokens < 64
+    assert world.session.choose([long]) is long
+    world.session.take_pages(long, hit_blocks=long.put_tokens // BLOCK_TOKENS)
+    world.session.compute(long, cursor=long.put_tokens)
+    assert world.entries[0].compute.chunks[0].first_token == long.put_tokens >= first.num_tokens
+    world.work()
+    assert long.first_token.result().token_id == 7
+    world.session.finish(long)
+    world.work()
+    world.session.check_invariants()
+    assert world.session.pages.num_free == 20
+
+
+async def test_pages_are_not_taken_for_a_prompt_that_does_not_go_first() -> None:
+    world = World(num_pages=20, model=MODEL)
+    short = world.prompt("short", 40)
+    world.session.compute(short, cursor=0)
+    longer = world.waiting("longer", 60)
+    assert world.session.choose([longer]) is None
+    world.work()
+    assert not short.dropped.is_set()
+    assert short.first_token.done()
+
+
+async def test_smaller_prompts_go_ahead_of_one_that_does_not_fit_until_it_starves() -> None:
+    world = World(num_pages=20, policy="fcfs")
+    running = world.prompt("running", 40)
+    large, small = world.waiting("large", 60), world.waiting("small", 8)
+    assert world.session.choose([large, small]) is small
+    world.clock.advance(31)
+    assert world.session.choose([large, small]) is None
+    world.session.finish(running)
+    assert world.session.choose([large, small]) is large
+
+
+async def test_a_prompt_given_up_while_its_pages_are_taken_away_leaves_nothing() -> None:
+    world = World(num_pages=20, model=MODEL)
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    world.session.choose([world.waiting("short", 32)])
+    world.session.finish(long)
+    world.work()
+    world.session.check_invariants()
+    assert world.session.pages.num_free == 20
+    assert not world.session.knows(long.key)
+
+
+async def test_computed_blocks_are_found_in_the_pages_again() -> None:
+    world = World()
+    first = world.prompt("first", 30, hit_blocks=0)
+    world.session.compute(first, cursor=0)
+    world.work()
+    world.session.finish(first)
+    world.work()
+    again = world.prompt("again", 30, hit_blocks=7)
+    assert again.pages[:7] == first_pages(again)
+    assert again.held_blocks == 7
+    world.session.fetch(again, 7)
+    assert again.fetched.result() == 7
+    assert not world.entries, "nothing is fetched"
+    other = world.prompt("other", 30, hit_blocks=3, seed=1)
+    assert other.held_blocks == 0
+    world.session.fetch(other, 3)
+    assert world.entries[0].fetch.first_block == 0
+    world.session.check_invariants()
+
+
+def first_pages(prompt: Prompt) -> list[int]:
+    return prompt.pages[: prompt.held_blocks]
+
+
+async def test_only_what_is_missing_is_fetched() -> None:
+    world = World()
+    first = world.prompt("first", 17)
+    world.session.compute(first, cursor=0)
+    world.work()
+    world.session.finish(first)
+    world.work()
+    longer = world.prompt("longer", 60, hit_blocks=14)
+    assert longer.held_blocks == 4
+    world.session.fetch(longer, 14)
+    fetch = world.entries[0].fetch
+    assert fetch.first_block == 4
+    assert list(fetch.pages) == longer.pages[:14]
+    assert fetch.block_hashes == b"".join(longer.block_hashes[4:14])
+    world.report(fetch_done=stage_pb2.FetchDone(request_id="longer", request_epoch=1, num_blocks=0))
+    assert longer.fetched.result() == 4, "what is in the pages stays"
+
+
+async def test_idle_time_while_steps_are_in_flight_is_a_bubble() -> None:
+    world = World()
+    prompt = world.prompt("r", 16)
+    world.session.compute(prompt, cursor=0)
+    world.clock.advance(3)
+    world.work(step_s=1.0)
+    assert world.value("prefill_bubble_seconds_total", stage="0") == 3.0
+    world.clock.advance(50)
+    assert world.value("prefill_bubble_seconds_total", stage="0") == 3.0, "nothing was in flight"
+
+
+async def test_predictions_follow_what_the_steps_took() -> None:
+    world = World(model=MODEL)
+    before_s = world.session.predict_s(0, 64)
+    for number in range(40):
+        prompt = world.prompt(f"r{number}", 32 + number, seed=number)
+        world.session.compute(prompt, cursor=0)
+        world.work(step_s=0.002, token_s=0.02)
+        world.session.finish(prompt)
+        world.work()
+    assert 1.8 * before_s < world.session.predict_s(0, 64) < 2.2 * before_s

