@@ -24,10 +24,10 @@ from dummy_models import dummy_llama
 from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
 from paced_models import write_paced_model
 
-from deploy.gantt import busy_s, stage_chunks
+from deploy.gantt import busy_s, predicted_makespan_s, stage_chunks
 from moontide.client import GenerateOptions, MoontideClient
 from moontide.perf_model import StepModel
-from moontide.timeline import Span, Timeline
+from moontide.timeline import Timeline
 
 MOST_ATTEMPTS = 3
 
@@ -102,18 +102,6 @@ def measure(ttft_s: float, timeline: Timeline) -> Run:
         overlap_of_ideal=busy_share / ideal,
         tau_s=median(gaps) if gaps else 0.0,
     )
-
-
-def predicted_makespan_s(stages: Sequence[Sequence[Span]]) -> float:
-    """When the last chunk leaves the last stage if every step takes as long as was expected of it; 0 without predictions."""
-    if not all(span.predicted_s for spans in stages for span in spans):
-        return 0.0
-    ends = [0.0] * len(stages[0])
-    for spans in stages:
-        free_s = 0.0
-        for idx, span in enumerate(spans):
-            free_s = ends[idx] = max(free_s, ends[idx]) + span.predicted_s
-    return ends[-1]
 
 
 def compare(

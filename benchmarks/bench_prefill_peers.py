@@ -1,18 +1,20 @@
 """Time to the first token of a 4,096-token prompt, beside the engines that a user could take instead, on the same CPUs in the same run.
 
-Moontide: two running clusters, one stage and two, each stage a process with one compute thread; timed by the client, with everything
-that lies between it and the stages. The others (benchmarks/peers/, installed by benchmarks/peers/install.sh): one process each with two
-threads, timed around the call of the engine, without any server. An engine that is not installed is null in the result.
+Moontide: a whole cluster with one stage, and one with two, each stage a process with one compute thread; timed by the client, with
+everything that lies between it and the stages. The others (benchmarks/peers/, installed by benchmarks/peers/install.sh): one process each
+with two threads, timed around the call of the engine, without any server. An engine that is not installed is null in the result.
 
-All sides answer the same prompt before the next one is taken, in an order that moves on by one each time. While one computes the peers are
-stopped (SIGSTOP); the clusters only keep their heartbeats, whose cost is printed. The first round is a warm-up and left out. An answer
-during which other programs used more than 5 % of the CPU is left out too, and asked for again.
+All sides answer the same prompt before the next one is taken, in an order that moves on by one each time. Only one side runs at a time:
+clusters are started for each answer and stopped after it, the others load once and are stopped (SIGSTOP) while it is not their turn.
+Each side answers a warm-up prompt after each start. When other programs used more than 5 % of the CPU during an answer, the side is asked
+again, up to twice; its quietest answers count.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import selectors
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,16 +46,24 @@ RESULT_NAMES = {
 PEER_THREADS = 2
 STAGES = (1, 2)
 LOAD_TIMEOUT_S = 180.0
-ANSWER_TIMEOUT_S = 120.0
-IDLE_WATCH_S = 3.0
-ASKS_PER_RUN = 2
-"""A side is asked at most so many times as often as its answers are wanted."""
+ANSWER_TIMEOUT_S = 240.0
+EXTRA_ROUNDS = 2
+"""For sides that the machine disturbed."""
 
 
 @dataclass(frozen=True)
 class Answer:
     prefill_s: float
     token_id: int
+    others_share: float = 0.0
+    """CPU that other programs used meanwhile."""
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.others_share <= NOISY_SHARE
+
+
+Ask = Callable[[Sequence[int]], Answer]
 
 
 @dataclass
@@ -64,14 +74,12 @@ class Side:
     engine: str
     precision: str
     threads: str
-    ask: Callable[[Sequence[int]], Answer]
+    running: Callable[[], AbstractContextManager[Ask]]
+    """It may be asked, and uses the CPU, only within."""
     answers: list[Answer] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)
-    """Share of the CPU that other programs used, per answer, those left out included."""
 
-    @property
-    def prefill_s(self) -> float:
-        return median(answer.prefill_s for answer in self.answers)
+    def quietest(self, runs: int) -> list[Answer]:
+        return sorted(self.answers, key=lambda answer: answer.others_share)[:runs]
 
 
 class Peer:
@@ -94,19 +102,21 @@ class Peer:
             )
 
     def wait_loaded(self) -> dict[str, Any]:
-        """What it says of itself; it is stopped afterwards. Raises: SystemExit."""
-        loaded = self._line(LOAD_TIMEOUT_S)
-        self._signal(signal.SIGSTOP)
-        return loaded
+        """What it says of itself. Raises: SystemExit."""
+        return self._line(LOAD_TIMEOUT_S)
 
     def ask(self, prompt: Sequence[int]) -> Answer:
+        """Raises: SystemExit."""
         assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"token_ids": list(prompt)}).encode() + b"\n")
         self._process.stdin.flush()
-        answer = Answer(**self._line(ANSWER_TIMEOUT_S))
+        return Answer(**self._line(ANSWER_TIMEOUT_S))
+
+    @contextmanager
+    def running(self) -> Iterator[Ask]:
+        self._signal(signal.SIGCONT)
+        yield self.ask
         self._signal(signal.SIGSTOP)
-        return answer
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -130,8 +140,8 @@ class Peer:
 
 
 @contextmanager
-def peer_side(name: str, root: Path, model_dir: Path) -> Iterator[Side | None]:
-    """A loaded peer, None if it is not installed."""
+def peer_side(name: str, root: Path, model_dir: Path, warm_up: Sequence[int]) -> Iterator[Side | None]:
+    """A peer that is loaded and stopped, None if it is not installed."""
     venv = root / name
     if not (venv / ".complete").exists():
         print(f"{name}: not in {root}; benchmarks/peers/install.sh {name} installs it", flush=True)
@@ -140,7 +150,9 @@ def peer_side(name: str, root: Path, model_dir: Path) -> Iterator[Side | None]:
     peer = Peer(name, venv / "bin" / "python", model_dir, venv / "run.log")
     try:
         facts = peer.wait_loaded()
-        yield Side(name, facts["engine"], facts["precision"], str(facts["threads"]), peer.ask)
+        with peer.running() as ask:
+            ask(warm_up)
+        yield Side(name, facts["engine"], facts["precision"], str(facts["threads"]), peer.running)
     finally:
         peer.close()
 
@@ -162,54 +174,40 @@ async def ask_moontide(address: str, prompt: Sequence[int]) -> Answer:
     return Answer(prefill_s, token_id)
 
 
-@contextmanager
-def moontide_side(stages: int, settings: Sequence[str]) -> Iterator[Side]:
-    with cluster([*settings, "model.threads=1", f"deploy.stages={stages}"]) as running:
+def moontide_side(stages: int, settings: Sequence[str], warm_up: Sequence[int]) -> Side:
+    @contextmanager
+    def running() -> Iterator[Ask]:
+        with cluster([*settings, "model.threads=1", f"deploy.stages={stages}"]) as started:
 
-        def ask(prompt: Sequence[int]) -> Answer:
-            return asyncio.run(ask_moontide(running.grpc_address, prompt))
+            def ask(prompt: Sequence[int]) -> Answer:
+                return asyncio.run(ask_moontide(started.grpc_address, prompt))
 
-        yield Side(f"moontide-p{stages}", f"moontide, {stages} stages", "bfloat16", f"{stages} x 1", ask)
+            ask(warm_up)
+            yield ask
+
+    return Side(f"moontide-p{stages}", f"moontide, stages={stages}", "bfloat16", f"{stages} x 1", running)
 
 
-def ask(side: Side, prompt: Sequence[int], *, counts: bool) -> None:
-    """One answer; it is kept if it counts and the machine was quiet."""
-    watch = CpuWatch()
-    answer = side.ask(prompt)
-    noise = watch.others_share()
-    is_quiet = noise <= NOISY_SHARE
-    remark = (
-        ""
-        if counts and is_quiet
-        else "  (warm-up)"
-        if not counts
-        else f"  (left out: others used {noise:.0%} of the CPU)"
-    )
+def take_answer(side: Side, prompt: Sequence[int]) -> None:
+    with side.running() as ask:
+        watch = CpuWatch()
+        answer = dataclasses.replace(ask(prompt), others_share=watch.others_share())
+    side.answers.append(answer)
     print(
-        f"{side.name:<14}{answer.prefill_s:8.3f} s {len(prompt) / answer.prefill_s:8.1f} tok/s  token {answer.token_id}{remark}",
+        f"{side.name:<14}{answer.prefill_s:8.3f} s {len(prompt) / answer.prefill_s:8.1f} tok/s  token {answer.token_id:<6}"
+        f"others used {answer.others_share:.1%} of the CPU",
         flush=True,
     )
-    if counts:
-        side.noise.append(noise)
-        if is_quiet:
-            side.answers.append(answer)
 
 
 def measure(sides: Sequence[Side], prompts: Prompts, *, tokens: int, runs: int) -> None:
-    """Rounds until every side has `runs` answers, or was asked often enough."""
-    for number in range(1 + ASKS_PER_RUN * runs):
+    """Rounds until every side has `runs` quiet answers, or was disturbed too often."""
+    for number in range(runs + EXTRA_ROUNDS):
         prompt = prompts.take(tokens)
         first = number % len(sides)
         for side in [*sides[first:], *sides[:first]]:
-            if len(side.answers) < runs:
-                ask(side, prompt, counts=number > 0)
-        if all(len(side.answers) >= runs for side in sides):
-            return
-    missing = ", ".join(side.name for side in sides if not side.answers)
-    if missing:
-        raise SystemExit(
-            f"other programs use too much of the CPU: no answer of {missing} counts; stop them and try again"
-        )
+            if sum(answer.is_quiet for answer in side.answers) < runs:
+                take_answer(side, prompt)
 
 
 def main() -> None:
@@ -230,28 +228,27 @@ def main() -> None:
     if unknown := set(wanted) - set(PEERS):
         sys.exit(f"--peers names {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     model_dir = resolve_model("smollm2").path
+    prompts = Prompts("smollm2", seed=args.seed)
+    warm_up = prompts.take(args.tokens)
+    sides = [moontide_side(stages, args.set, warm_up) for stages in STAGES]
     with ExitStack() as stack:
-        peers = [stack.enter_context(peer_side(name, args.peers_dir, model_dir)) for name in wanted]
-        sides = [stack.enter_context(moontide_side(stages, args.set)) for stages in STAGES]
-        watch = CpuWatch()
-        time.sleep(IDLE_WATCH_S)
-        idle_share = watch.own_share()
-        print(f"idle clusters and stopped peers use {idle_share:.1%} of the CPU", flush=True)
-        sides += [side for side in peers if side is not None]
-        measure(sides, Prompts("smollm2", seed=args.seed), tokens=args.tokens, runs=args.runs)
-    report(sides, args, idle_share)
+        for name in wanted:
+            side = stack.enter_context(peer_side(name, args.peers_dir, model_dir, warm_up))
+            sides += [side] if side is not None else []
+        measure(sides, prompts, tokens=args.tokens, runs=args.runs)
+    report(sides, args)
 
 
-def report(sides: Sequence[Side], args: argparse.Namespace, idle_share: float) -> None:
-    found = {side.name: side for side in sides}
-    ours = found["moontide-p2"]
-    noise = max(max(side.noise) for side in sides)
+def report(sides: Sequence[Side], args: argparse.Namespace) -> None:
+    counted = {side.name: side.quietest(args.runs) for side in sides}
+    prefill_s = {name: median(answer.prefill_s for answer in answers) for name, answers in counted.items()}
+    noise = max(answer.others_share for answers in counted.values() for answer in answers)
     print_result(
         {
-            "tokens_per_s_p1": round(args.tokens / found["moontide-p1"].prefill_s, 1),
-            "tokens_per_s_p2": round(args.tokens / ours.prefill_s, 1),
+            "tokens_per_s_p1": round(args.tokens / prefill_s["moontide-p1"], 1),
+            "tokens_per_s_p2": round(args.tokens / prefill_s["moontide-p2"], 1),
             **{
-                key: round(found[name].prefill_s / ours.prefill_s, 3) if name in found else None
+                key: round(prefill_s[name] / prefill_s["moontide-p2"], 3) if name in prefill_s else None
                 for name, key in RESULT_NAMES.items()
             },
             "sides": {
@@ -259,16 +256,16 @@ def report(sides: Sequence[Side], args: argparse.Namespace, idle_share: float) -
                     "engine": side.engine,
                     "precision": side.precision,
                     "threads": side.threads,
-                    "tokens_per_s": round(args.tokens / side.prefill_s, 1),
-                    "samples_s": [round(answer.prefill_s, 3) for answer in side.answers],
-                    "first_tokens": [answer.token_id for answer in side.answers],
+                    "tokens_per_s": round(args.tokens / prefill_s[side.name], 1),
+                    "samples_s": [round(answer.prefill_s, 3) for answer in counted[side.name]],
+                    "first_tokens": [answer.token_id for answer in counted[side.name]],
                 }
                 for side in sides
             },
             "prompt_tokens": args.tokens,
-            "cpu_share_of_idle_sides": round(idle_share, 4),
             "cpu_share_of_others": round(noise, 3),
-            "runs": min(len(side.answers) for side in sides),
+            "noisy": noise > NOISY_SHARE,
+            "runs": args.runs,
             "seed": args.seed,
             **machine(),
         }

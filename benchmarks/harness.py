@@ -55,21 +55,16 @@ class Prompts:
 
 
 class CpuWatch:
-    """Shares of the machine's CPU: used by this benchmark's own tree of processes, and by those outside it."""
+    """Share of the machine's CPU that processes outside this benchmark's own tree used."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
         self._total, self._own = _busy_ticks(), _own_ticks()
 
-    def own_share(self) -> float:
-        return (_own_ticks() - self._own) / self._elapsed_ticks()
-
     def others_share(self) -> float:
+        elapsed_ticks = (time.monotonic() - self._start_s) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
         foreign = (_busy_ticks() - self._total) - (_own_ticks() - self._own)
-        return max(0.0, foreign / self._elapsed_ticks())
-
-    def _elapsed_ticks(self) -> float:
-        return (time.monotonic() - self._start_s) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+        return max(0.0, foreign / elapsed_ticks)
 
 
 def machine() -> dict[str, Any]:

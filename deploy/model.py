@@ -19,15 +19,20 @@ class PreparedModel:
 def prepare_model(config: ClusterConfig) -> PreparedModel:
     """The model's directory; the built-in one is unpacked on first use.
 
-    Raises: ModelError when it cannot be served, ConfigError when its layers cannot be split over that many stages or its profile
-        does not fit.
+    Raises: ModelError when it cannot be served, ConfigError when its layers cannot be split over that many stages, or as asked, or
+        its profile does not fit.
     """
     from model_runner.model_source import describe_model  # takes seconds: it loads torch
     from model_runner.paced import PacedProfile
-    from model_runner.stage import split_layers
+    from model_runner.stage import parse_layer_split
 
     described = describe_model(config.model, config.kv)
-    stages = split_layers(described.info.num_layers, config.deploy.stages, layer_group=described.layout.layer_group)
+    stages = parse_layer_split(
+        config.prefill.layer_split,
+        described.info.num_layers,
+        config.deploy.stages,
+        layer_group=described.layout.layer_group,
+    )
     if config.model.load_format == "paced":
         PacedProfile.read(Path(config.model.profile)).stage_model(stages[0])
     return PreparedModel(described.source.path, described.source.model_id)

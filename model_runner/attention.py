@@ -2,8 +2,9 @@
 
 One function serves every model: full and sliding-window layers, soft-capped scores, attention sinks, grouped query
 heads, and multi-head latent attention (MLA), whose pages hold one latent per token. It is plain torch and runs on any
-device; in a step that brings native kernels, they compute all but MLA instead. It knows neither requests nor the
-network; the rows of a step and their pages come in a `StepContext`.
+device; in a step that brings native kernels, they compute all but MLA instead, and in one that brings fused kernels,
+they compute the chunks of all but MLA. It knows neither requests nor the network; the rows of a step and their pages
+come in a `StepContext`.
 
 Keys are read in tiles that start at multiples of KEY_TILE, with a softmax that is updated tile by tile, so no tensor of
 (chunk x prompt) exists, tiles outside a sliding window are never touched, and only tiles at an edge need a mask:
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from model_runner.fused_attention import FusedStep
 from model_runner.native.attention import NativeStep
 from moontide.errors import ModelError
 
@@ -67,12 +69,14 @@ class StepContext:
         layers: Callable[[int], Tensor],
         on_layer_written: Callable[[int], None],
         native: NativeStep | None = None,
+        fused: FusedStep | None = None,
     ) -> None:
         """
         Args:
             layers: global layer index -> its pages [P, planes, K, S, H].
             on_layer_written: called with the global layer index as soon as the K/V of all rows are in the pages.
             native: the same segments for the native kernels, where they fit the pages.
+            fused: the same segments for torch's fused kernels; not together with `native`.
         """
         self.chunks: list[StepSegment] = []
         self.singles: list[StepSegment] = []
@@ -84,6 +88,7 @@ class StepContext:
         self.layers = layers
         self.on_layer_written = on_layer_written
         self.native = native
+        self.fused = fused
         self.single_rows_B = self._indices([each.first_row for each in self.singles])
         self.single_pages_B = self._indices([each.pages[each.start // page_tokens] for each in self.singles])
         self.single_offsets_B = self._indices([each.start % page_tokens for each in self.singles])
@@ -199,6 +204,9 @@ def paged_attention(
 
 def _write(step: StepContext, plane_PKSH: Tensor, new_KTH: Tensor) -> None:
     """Put one plane of the step's rows where their positions live."""
+    if step.fused is not None:
+        step.fused.write(plane_PKSH, new_KTH)
+        return
     page_tokens = step.page_tokens
     for segment in step.chunks:
         row, position = segment.first_row, segment.start
@@ -291,8 +299,11 @@ def _attend_pages(query_NTH: Tensor, step: StepContext, pages: Tensor, rules: Sc
     attended = torch.empty_like(query_NTH)
     for segment in step.chunks:
         rows = slice(segment.first_row, segment.end_row)
-        source = _PagedKeys(keys, values, segment.pages, step.page_tokens)
-        attended[:, rows] = attend(query_NTH[:, rows], source, segment.start, rules=rules)
+        if step.fused is not None:
+            attended[:, rows] = step.fused.attend(query_NTH[:, rows], segment, pages, rules)
+        else:
+            source = _PagedKeys(keys, values, segment.pages, step.page_tokens)
+            attended[:, rows] = attend(query_NTH[:, rows], source, segment.start, rules=rules)
     for batch in step.single_batches(rules.window):
         query_NBH = query_NTH[:, batch.rows_B]
         attended[:, batch.rows_B] = attend_singles(

@@ -25,8 +25,9 @@ class ModelConfig:
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     kernels: str = "auto"
-    """native: our C++ kernels for bfloat16 on CPUs with AVX512-BF16, compiled at first use with g++ | torch | auto: native
-    where they run, else torch."""
+    """native: our C++ kernels for bfloat16 on CPUs with AVX512-BF16, compiled at first use with g++ | torch: attention in tiles
+    of plain torch, on every device | auto: on a CPU native where they run, else torch; on CUDA torch's fused flash and flex
+    attention, compiled at first use."""
     threads: int = 1
     """Compute threads of one stage or decode process. More than the free cores is far slower than one."""
 

@@ -5,8 +5,18 @@
 
 A slot has exactly the bytes of the stored object, so a put or a get is one contiguous copy and needs no packing.
 
+On CUDA pages are copied between the device and their host slots on streams of their own:
+
+    compute thread  | layers of group 0 | mark_written(0) | layers of group 1 | mark_written(1) | ...
+    put thread                            copy_out(0): waits for the mark, copies, returns when the bytes are on the host
+    fetch thread      copy_in(g): copies, returns when the bytes are on the device; only then is a step told of them
+
+so no copy waits for layers that came after its own, and the compute stream waits for none.
+
 Tensor shapes: P pages, K KV heads, S tokens per page, H head size.
 """
+
+import weakref
 
 import torch
 from torch import Tensor
@@ -21,8 +31,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class PagedKVCache:
     """Pages of the layers of one stage. On a CPU the tensors are views into the arena that the store reads and writes.
 
-    On another device the pages live there, the arena is a host mirror of the same layout, and `copy_out` / `copy_in`
-    move pages between the two. On a CPU both do nothing, so callers need not tell the devices apart.
+    On CUDA the pages live on the device, the arena is a page-locked host mirror of the same layout, and `copy_out` /
+    `copy_in` move pages between the two. On a CPU both do nothing, so callers need not tell the devices apart.
     """
 
     groups: range
@@ -38,7 +48,7 @@ class PagedKVCache:
     ) -> None:
         """Lay the pages out in `arena` (writable, 64-byte aligned, at least `arena_bytes` long), or in memory of its own.
 
-        Raises: ConfigError if a stage border cuts a layer group or the arena is too small.
+        Raises: ConfigError if a stage border cuts a layer group, or the arena is too small or cannot be page-locked.
         """
         self.groups = _stage_groups(layout, spec)
         self.num_pages = num_pages
@@ -47,9 +57,13 @@ class PagedKVCache:
         self._start_layer = spec.start_layer
         self._device = torch.device(device)
         nbytes = self.arena_bytes(layout, spec, num_pages)
-        self._host = _host_bytes(arena, nbytes, pinned=self._device.type == "cuda")
-        self._on_host = self._device.type == "cpu"
-        bytes_on_device = self._host if self._on_host else torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._host = _host_bytes(arena, nbytes)
+        self._copies: _Copies | None = None
+        bytes_on_device = self._host
+        if self._device.type == "cuda":
+            _page_lock(self._host, self._device, owner=self)
+            self._copies = _Copies(self._device)
+            bytes_on_device = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         self._offsets: dict[int, int] = {}
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}
         self._layers: list[Tensor] = []
@@ -82,23 +96,57 @@ class PagedKVCache:
         for pages in self._group_pages:
             pages[page, ..., from_token:, :] = 0
 
+    def mark_written(self, group_idx: int) -> None:
+        """The compute thread has issued all writes of a step to this group's pages; what `copy_out` waits for."""
+        if self._copies is not None:
+            self._copies.written[group_idx] = torch.cuda.current_stream(self._device).record_event()
+
     def copy_out(self, group_idx: int, pages: list[int]) -> None:
-        """Bring the host slots of these pages up to date, before they are put. Waits for the device."""
-        if self._on_host:
+        """Bring the host slots of these pages up to date, before they are put: all that is written up to the group's
+        last mark. Returns when the bytes are there."""
+        if self._copies is None:
             return
+        if group_idx in self._copies.written:
+            self._copies.out_stream.wait_event(self._copies.written[group_idx])
         on_device, on_host = self._slots[group_idx]
-        for page in pages:
-            on_host[page].copy_(on_device[page], non_blocking=True)
-        torch.accelerator.synchronize()
+        _copy(on_host, on_device, pages, self._copies.out_stream)
 
     def copy_in(self, group_idx: int, pages: list[int]) -> None:
-        """Bring the device's pages up to date, after their host slots were got from the store."""
-        if self._on_host:
+        """Bring the device's pages up to date, after their host slots were got from the store. Returns when the bytes
+        are there. Steps that used these pages before must have ended on the device: so a page is freed."""
+        if self._copies is None:
             return
         on_device, on_host = self._slots[group_idx]
+        _copy(on_device, on_host, pages, self._copies.in_stream)
+
+
+class _Copies:
+    """Streams for each direction, and per layer group the moment after its last write."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.in_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.written: dict[int, torch.cuda.Event] = {}
+
+
+def _copy(target: Tensor, source: Tensor, pages: list[int], stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
         for page in pages:
-            on_device[page].copy_(on_host[page], non_blocking=True)
-        torch.accelerator.synchronize()
+            target[page].copy_(source[page], non_blocking=True)
+    stream.synchronize()
+
+
+def _page_lock(host: Tensor, device: torch.device, *, owner: object) -> None:
+    """Let the device copy from and to this memory while other work runs, as long as `owner` lives."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        error = runtime.cudaHostRegister(host.data_ptr(), host.numel(), 0)
+    if error != runtime.cudaError.success:
+        raise ConfigError(
+            f"{host.numel()} bytes of host memory for pages cannot be page-locked (CUDA error {int(error)}); raise the "
+            "limit of locked memory (ulimit -l) or take fewer pages"
+        )
+    weakref.finalize(owner, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
 
 
 def _stage_groups(layout: KVLayout, spec: StageSpec) -> range:
@@ -116,9 +164,9 @@ def _stage_groups(layout: KVLayout, spec: StageSpec) -> range:
     return groups
 
 
-def _host_bytes(arena: memoryview | None, nbytes: int, *, pinned: bool) -> Tensor:
+def _host_bytes(arena: memoryview | None, nbytes: int) -> Tensor:
     if arena is None:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return torch.zeros(nbytes, dtype=torch.uint8)
     if arena.nbytes < nbytes:
         raise ConfigError(
             f"arena of {arena.nbytes} bytes is too small for the pages; allocate arena_bytes() = {nbytes} bytes"

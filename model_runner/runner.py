@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvstore.layout import KVLayout
 from model_runner.attention import StepContext, StepSegment
+from model_runner.fused_attention import FusedStep
 from model_runner.kv_cache import PagedKVCache
 from model_runner.model_source import ModelInfo, ModelSource, load_model_info
 from model_runner.native.attention import NativeStep, why_no_native_attention
@@ -86,11 +87,13 @@ class StageRunner:
         layout: KVLayout,
         kv: PagedKVCache,
         attention_kernels: NativeKernels | None = None,
+        is_fused: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
         self._device = kv.layer(0).device
         self._attention_kernels = attention_kernels
+        self._is_fused = is_fused
         self.info = info
         self.spec = spec
         self.kv = kv
@@ -125,11 +128,17 @@ class StageRunner:
             layout=layout,
             kv=kv,
             attention_kernels=native if _attention_fits(info, kernels) else None,
+            is_fused=kernels == "auto" and torch.device(device).type == "cuda",
         )
         if device == "cpu":
             keep_freed_memory()
         runner._try_out()
         return runner
+
+    @property
+    def attention(self) -> str:
+        """What computes attention here: native | fused | torch."""
+        return "native" if self._attention_kernels is not None else "fused" if self._is_fused else "torch"
 
     @torch.inference_mode()
     def forward(
@@ -152,6 +161,9 @@ class StageRunner:
         rows = self._logit_rows(segments)
         if not len(rows):
             self._model.hidden(hidden, positions_T, step)
+            if self._device.type == "cuda":
+                # Every other result is copied to the host, which waits. Afterwards the caller frees pages.
+                torch.cuda.current_stream(self._device).synchronize()
             return torch.empty(0, self._model.vocab_size, device=self._device)
         return self._model.logits(hidden, positions_T, step, rows=rows)
 
@@ -172,6 +184,7 @@ class StageRunner:
             layers=self._layer,
             on_layer_written=self._group_notifier(on_layer_group),
             native=None if self._attention_kernels is None else NativeStep(self._attention_kernels, placed),
+            fused=FusedStep(placed, page_tokens=self.kv.page_tokens, device=self._device) if self._is_fused else None,
         )
         return step, positions
 
@@ -182,8 +195,10 @@ class StageRunner:
         last_layers = {self._layout.group_layers(group_idx)[-1]: group_idx for group_idx in self.kv.groups}
 
         def on_layer_written(layer_idx: int) -> None:
-            if on_layer_group is not None and layer_idx in last_layers:
-                on_layer_group(last_layers[layer_idx])
+            if layer_idx in last_layers:
+                self.kv.mark_written(last_layers[layer_idx])
+                if on_layer_group is not None:
+                    on_layer_group(last_layers[layer_idx])
 
         return on_layer_written
 

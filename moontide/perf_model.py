@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 
 _OUTLIER = 3.0
 """Samples further from the fit than so many typical deviations are slow moments of the machine, and left out."""
-_KNEE_GAIN = 0.8
-"""A knee counts when it leaves at most this share of the squared error."""
+_ORDINARY = 0.05
+"""Samples no further from the fit than this are no outliers, however near the others are."""
+_KNEE_GAIN = 0.9
+"""A knee counts when it leaves at most this share of the mean error."""
+_VARIED = 2.0
+"""Steps tell overhead and tokens apart when the largest has so many times the tokens of the smallest."""
 _STIFFNESS = 0.1
-"""How much a re-fit holds on to the proportions of the model before it: as much as so many samples."""
-_LEAST_SHARE = 0.01
-"""A part that was measured as nothing may grow from so much of a step's time."""
+"""How much a re-fit holds on to the proportions of the first model: as much as so many samples."""
+_LEAST_SHARE = 0.1
+"""A smaller part of a step's time changes as easily as one of so much, so that one measured as nothing can grow."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,22 @@ class StepModel:
             return tokens
         return _positive_root(self.pair_s / 2, self.pair_s * prefix_tokens, left_s - self.token_s * self.knee_tokens)
 
-    def scaled(self, factor: float) -> StepModel:
-        """A stage that takes so many times as long."""
-        return dataclasses.replace(
-            self,
-            overhead_s=self.overhead_s * factor,
-            token_s=self.token_s * factor,
-            pair_s=self.pair_s * factor,
-        )
+    def num_steps(self, step_s: float, first_token: int, end_token: int) -> float:
+        """Steps of that time which tokens [first_token, end_token) of a prompt take; not rounded, infinite if none fits.
+
+        steps of a knee or more        | steps below the knee: each pays for all of it
+        first_token ............ border .............................. end_token
+        """
+        pairs_s = step_s - self.overhead_s - self.token_s * self.knee_tokens
+        knee_pairs_s = self.pair_s * self.knee_tokens
+        border: float = end_token if pairs_s > 0 else first_token
+        if pairs_s > 0 and knee_pairs_s > 0:
+            border = min(max(pairs_s / knee_pairs_s - self.knee_tokens / 2, first_token), end_token)
+        above = (border - first_token) * (self.token_s + self.pair_s * (border + first_token) / 2)
+        below = (end_token - border) * self.pair_s * (end_token + border) / 2
+        if border < end_token and pairs_s <= 0:
+            return math.inf
+        return (above / (step_s - self.overhead_s) if above else 0.0) + (below / pairs_s if below else 0.0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,7 @@ def best_num_chunks(*, num_stages: int, work_s: float, overhead_s: float, kappa:
     return math.sqrt((num_stages - 1) * kappa * work_s / (num_stages * overhead_s)) if overhead_s > 0 else math.inf
 
 
-def fit(samples: Sequence[StepSample]) -> StepModel:
+def fit(samples: Collection[StepSample]) -> StepModel:
     """The model with the least relative errors. Needs at least one sample; better with varied tokens and prefixes.
 
     Errors are relative, so that short steps count as much as long ones. No part is negative.
@@ -137,12 +149,14 @@ class OnlineFit:
     def __init__(self, start: StepModel | None, *, window: int = 64, refit_every: int = 8) -> None:
         """
         Args:
-            start: what was measured beforehand; None: the first steps are the measurement.
+            start: what was measured beforehand; None: the first steps are the measurement, half a window that is varied enough.
             window: the last steps that count.
         """
         self.model = start
         """None until there is something to go by."""
+        self._first = start
         self._samples: deque[StepSample] = deque(maxlen=window)
+        self._samples_needed = window // 2
         self._refit_every = refit_every
         self._num_new = 0
 
@@ -155,7 +169,22 @@ class OnlineFit:
         if self._num_new < self._refit_every:
             return
         self._num_new = 0
-        self.model = fit(self._samples) if self.model is None else _refit(self.model, list(self._samples))
+        if self._first is not None:
+            self.model = _refit(self._first, self._samples)
+        elif len(self._samples) >= self._samples_needed and _are_varied(self._samples):
+            self.model = self._first = fit(self._samples)
+
+    def error(self, sample: StepSample) -> float:
+        """(predicted - actual) / actual of a step that is not added yet. Needs a model."""
+        assert self.model is not None, "nothing predicts yet"
+        return self.model.time_s(sample.shape) / sample.time_s - 1
+
+
+def _are_varied(samples: Collection[StepSample]) -> bool:
+    """Whether a fit can tell the parts apart: three kinds of steps, some small and some large."""
+    tokens = sorted(sample.shape.tokens for sample in samples)
+    some = len(tokens) // 16
+    return len({sample.shape for sample in samples}) >= 3 and tokens[-1 - some] >= _VARIED * tokens[some]
 
 
 def _positive_root(square: float, linear: float, value: float) -> float:
@@ -166,23 +195,28 @@ def _positive_root(square: float, linear: float, value: float) -> float:
     return 2 * value / divisor if divisor > 0 else math.inf
 
 
-def _columns(samples: Sequence[StepSample], knee_tokens: int) -> NDArray[np.float64]:
+def _columns(samples: Collection[StepSample], knee_tokens: int) -> NDArray[np.float64]:
     """[samples, 3]: what overhead_s, token_s and pair_s are multiplied with."""
     return np.array([[1.0, max(each.shape.tokens, knee_tokens), each.shape.pairs] for each in samples])
 
 
-def _fit_with_knee(samples: Sequence[StepSample], knee_tokens: int) -> tuple[StepModel, float]:
-    """The best model with that knee, and its mean squared relative error over all samples that are no outliers."""
+def _fit_with_knee(samples: Collection[StepSample], knee_tokens: int) -> tuple[StepModel, float]:
+    """The best model with that knee, and its mean relative error over all samples, those that its fit left out too."""
     times = np.array([each.time_s for each in samples])
     relative = _columns(samples, knee_tokens) / times[:, None]
     kept = np.ones(len(samples), dtype=bool)
     for _ in range(3):
         found = _non_negative(relative[kept])
         errors = relative @ found - 1
-        kept = np.abs(errors) <= max(_OUTLIER * float(np.median(np.abs(errors))), 1e-6)
-    error = float(np.mean(np.minimum(errors**2, 1.0)[kept]))
+        kept = _are_ordinary(errors)
     overhead_s, token_s, pair_s = (float(value) for value in found)
-    return StepModel(overhead_s=overhead_s, token_s=token_s, pair_s=pair_s, knee_tokens=knee_tokens), error
+    return StepModel(overhead_s=overhead_s, token_s=token_s, pair_s=pair_s, knee_tokens=knee_tokens), float(
+        np.mean(np.abs(errors))
+    )
+
+
+def _are_ordinary(errors: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return np.abs(errors) <= max(_OUTLIER * float(np.median(np.abs(errors))), _ORDINARY)
 
 
 def _non_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -199,17 +233,17 @@ def _non_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
     return best
 
 
-def _refit(model: StepModel, samples: Sequence[StepSample]) -> StepModel:
-    """The model moved towards some samples. Its proportions change only as far as the samples tell them apart."""
+def _refit(model: StepModel, samples: Collection[StepSample]) -> StepModel:
+    """A model moved towards some samples. Its proportions change only as far as the samples tell them apart."""
     times = np.array([each.time_s for each in samples])
     columns = _columns(samples, model.knee_tokens)
     parts = np.array([model.overhead_s, model.token_s, model.pair_s])
     parts = parts * np.median(times / np.maximum(columns @ parts, 1e-12))
-    parts = np.maximum(parts, _LEAST_SHARE * np.median(times[:, None] / np.maximum(columns, 1e-12), axis=0))
-    shares = columns * parts / times[:, None]
-    errors = 1 - shares.sum(axis=1)
-    kept = np.abs(errors) <= max(_OUTLIER * float(np.median(np.abs(errors))), 0.05)
+    units = np.maximum(parts, _LEAST_SHARE * np.median(times[:, None] / np.maximum(columns, 1e-12), axis=0))
+    shares = columns * units / times[:, None]
+    errors = 1 - columns @ parts / times
+    kept = _are_ordinary(errors)
     shares, errors = shares[kept], errors[kept]
     change = np.linalg.solve(shares.T @ shares + _STIFFNESS * np.eye(3), shares.T @ errors)
-    overhead_s, token_s, pair_s = (float(value) for value in parts * np.maximum(1 + change, 0.0))
+    overhead_s, token_s, pair_s = (float(value) for value in np.maximum(parts + change * units, 0.0))
     return dataclasses.replace(model, overhead_s=overhead_s, token_s=token_s, pair_s=pair_s)

@@ -15,6 +15,9 @@ from moontide.perf_model import StepModel, StepShape, best_num_chunks
 _WORTH_PACKING = 0.05
 """Steps are packed while their overhead is more than this share of their time."""
 
+_KNEE_TRIES = 6
+"""Lengths tried for a step near the knee; the makespan is flat about its minimum."""
+
 
 class ChunkPlanner:
     """Cuts prompts for one group of stages."""
@@ -48,34 +51,39 @@ class ChunkPlanner:
         computed; infinite for chunks of fixed size."""
         if self._is_fixed or not self._stages:
             return math.inf
-        shape = StepShape.of_chunk(num_tokens - first_token, first_token)
-        slowest = max(self._stages, key=lambda stage: stage.work_s(shape))
-        work_s = slowest.work_s(shape)
-        num_chunks = best_num_chunks(
-            num_stages=len(self._stages), work_s=work_s * len(self._stages), overhead_s=slowest.overhead_s
+        tokens = num_tokens - first_token
+        shape = StepShape.of_chunk(tokens, first_token)
+        best = best_num_chunks(
+            num_stages=len(self._stages),
+            work_s=sum(stage.work_s(shape) for stage in self._stages),
+            overhead_s=max(stage.overhead_s for stage in self._stages),
         )
-        step_s = slowest.overhead_s + work_s / max(1.0, num_chunks)
-        fewest = max(self._block_tokens, slowest.knee_tokens)
-        shortest_s = max(
-            slowest.time_s(StepShape.of_chunk(fewest, first_token)),
-            slowest.time_s(StepShape.of_chunk(self._block_tokens, max(0, num_tokens - self._block_tokens))),
-        )
-        return max(min(step_s, self._max_step_s), shortest_s)
+        mean = _mean_chunk(shape, max(1, round(min(best, tokens / self._block_tokens))))
+        slowest = max(self._stages, key=lambda stage: stage.time_s(mean))
+        step_s = slowest.time_s(mean)
+        if 0 < slowest.tokens_within(step_s, num_tokens) < slowest.knee_tokens:
+            step_s = self._step_near_knee_s(slowest, first_token, num_tokens)
+        return max(min(step_s, self._longest_step_s(slowest, first_token, num_tokens)), self._block_s(num_tokens))
 
     def next_chunk(self, cursor: int, num_tokens: int, step_s: float) -> int:
         """Tokens of the chunk that starts at `cursor`: about `step_s` long, to a block border, at most `chunk_tokens`.
 
-        It takes the rest of the prompt as well if that is less than half a chunk.
+        It takes the rest of the prompt as well if less than half a chunk would remain and that is cheaper than a chunk more.
         """
         rest = num_tokens - cursor
-        chunk = self._chunk_tokens
-        if math.isfinite(step_s):
-            wanted = min(stage.tokens_within(step_s, cursor) for stage in self._stages)
-            end = round((cursor + min(wanted, chunk)) / self._block_tokens) * self._block_tokens
-            chunk = min(max(end - cursor, self._block_tokens - cursor % self._block_tokens), chunk)
-            if rest < 1.5 * chunk and rest <= self._chunk_tokens:
-                return rest
-        return min(rest, chunk)
+        block = self._block_tokens
+        first_border = cursor - cursor % block + block
+        last_border = (cursor + self._chunk_tokens) // block * block
+        if math.isinf(step_s):
+            return min(rest, last_border - cursor)
+        wanted = min(stage.tokens_within(step_s, cursor) for stage in self._stages)
+        end = round((cursor + min(wanted, self._chunk_tokens)) / block) * block
+        chunk = min(max(end, first_border), last_border) - cursor
+        if rest <= chunk or (
+            rest <= min(1.5 * chunk, self._chunk_tokens) and self._is_cheaper(cursor, chunk, rest, step_s)
+        ):
+            return rest
+        return chunk
 
     def remaining_s(self, cursor: int, num_tokens: int, step_s: float) -> float:
         """Predicted time for the rest of a prompt, alone in the group; 0 while nothing is known."""
@@ -83,15 +91,21 @@ class ChunkPlanner:
             return 0.0
         tokens = num_tokens - cursor
         shape = StepShape.of_chunk(tokens, cursor)
-        works_s = [stage.work_s(shape) for stage in self._stages]
-        slowest_s = max(works_s)
-        overhead_s = self._stages[works_s.index(slowest_s)].overhead_s
-        num_chunks = max(1.0, tokens / self._chunk_tokens)
-        if math.isfinite(step_s):
-            num_chunks = max(num_chunks, slowest_s / max(step_s - overhead_s, 1e-9))
-        mean_s = overhead_s + slowest_s / num_chunks
-        fill = sum(works_s) / slowest_s - 1 if slowest_s else 0.0
-        return num_chunks * mean_s + fill * mean_s
+        fewest, most = max(1.0, tokens / self._chunk_tokens), max(1.0, tokens / self._block_tokens)
+        if math.isinf(step_s):
+            num_chunks: float = math.ceil(fewest)
+            longest_tokens = min(tokens, self._chunk_tokens)
+            longest = StepShape.of_chunk(longest_tokens, num_tokens - longest_tokens)
+            chunk_s = self._slowest_s(_mean_chunk(shape, num_chunks))
+            longest_s = self._slowest_s(longest)
+        else:
+            planned = max(stage.num_steps(step_s, cursor, num_tokens) for stage in self._stages)
+            num_chunks = min(max(planned, fewest), most)
+            longest = _mean_chunk(shape, num_chunks)
+            chunk_s = longest_s = step_s if num_chunks == planned else self._slowest_s(longest)
+        times_s = [stage.time_s(longest) for stage in self._stages]
+        fill = sum(times_s) / max(times_s) - 1 if longest_s else 0.0
+        return num_chunks * chunk_s + fill * longest_s
 
     def has_room(self, shape: StepShape, extra: StepShape) -> bool:
         """Whether a step gets better by `extra`: while its overhead is much of its time, or it is below the knee."""
@@ -99,10 +113,8 @@ class ChunkPlanner:
             return False
         if self._is_fixed or not self._stages:
             return True
-        return any(
-            shape.tokens < stage.knee_tokens or stage.overhead_s > _WORTH_PACKING * stage.time_s(shape)
-            for stage in self._stages
-        )
+        slowest = max(self._stages, key=lambda stage: stage.time_s(shape))
+        return shape.tokens < slowest.knee_tokens or slowest.overhead_s > _WORTH_PACKING * slowest.time_s(shape)
 
     def plan(self, first_token: int, num_tokens: int) -> list[int]:
         """Tokens of every chunk of a prompt."""
@@ -112,3 +124,47 @@ class ChunkPlanner:
             chunks.append(self.next_chunk(first_token, num_tokens, step_s))
             first_token += chunks[-1]
         return chunks
+
+    def _slowest_s(self, shape: StepShape) -> float:
+        return max(stage.time_s(shape) for stage in self._stages)
+
+    def _is_cheaper(self, cursor: int, chunk: int, rest: int, step_s: float) -> bool:
+        """Whether one chunk of `rest` tokens keeps the group busy for less time than a chunk and a small one after it.
+
+        A small chunk pays the overhead and the knee once more; a chunk longer than the others is awaited by every other stage.
+        """
+        one_s = self._slowest_s(StepShape.of_chunk(rest, cursor))
+        first_s = self._slowest_s(StepShape.of_chunk(chunk, cursor))
+        second_s = self._slowest_s(StepShape.of_chunk(rest - chunk, cursor + chunk))
+        return one_s + (len(self._stages) - 1) * max(0.0, one_s - step_s) <= first_s + second_s
+
+    def _block_s(self, num_tokens: int) -> float:
+        """The last block of a prompt fits a step, and so does every one before."""
+        block = self._block_tokens
+        return self._slowest_s(StepShape.of_chunk(block, max(0, num_tokens - block)))
+
+    def _step_near_knee_s(self, stage: StepModel, first_token: int, num_tokens: int) -> float:
+        """The best step when the last chunks, which attend to the most, are below the knee if the first are not far above."""
+        knee = min(stage.knee_tokens, num_tokens - first_token)
+        shortest_s = stage.time_s(StepShape.of_chunk(knee, first_token))
+        ratio = stage.time_s(StepShape.of_chunk(knee, num_tokens - knee)) / shortest_s
+        num_filling = len(self._stages) - 1
+
+        def makespan_s(step_s: float) -> float:
+            return (max(1.0, stage.num_steps(step_s, first_token, num_tokens)) + num_filling) * step_s
+
+        steps_s = (shortest_s * math.pow(ratio, idx / _KNEE_TRIES) for idx in range(_KNEE_TRIES + 1))
+        return min(steps_s, key=makespan_s)
+
+    def _longest_step_s(self, stage: StepModel, first_token: int, num_tokens: int) -> float:
+        """`max_step_s`, unless that is so much below the knee that most of a step would be waste."""
+        knee, half = stage.knee_tokens, stage.knee_tokens // 2
+        return max(
+            self._max_step_s,
+            stage.time_s(StepShape.of_chunk(knee, first_token)) if knee else 0.0,
+            stage.time_s(StepShape.of_chunk(half, max(0, num_tokens - half))) if half else 0.0,
+        )
+
+
+def _mean_chunk(shape: StepShape, num_chunks: float) -> StepShape:
+    return StepShape(math.ceil(shape.tokens / num_chunks), shape.pairs / num_chunks)

@@ -361,6 +361,8 @@ class Coordinator:
         token = await request.prompt.first_token
         timings = self._timings(request)
         self._metrics.ttft_seconds.observe(timings.total_s)
+        if timings.predicted_s:
+            self._metrics.prompt_prediction_error.observe(timings.predicted_s / timings.compute_s - 1)
         request.events.put_nowait(
             prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token=token, timings=timings))
         )

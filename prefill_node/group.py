@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -242,6 +242,12 @@ class GroupLeader:
         if (hello.layout_digest, hello.hidden_size) != (mine.layout_digest, mine.hidden_size):
             raise NodeLost("it serves another model, dtype or block geometry; start all stages with equal settings")
 
+        if list(hello.layer_split) != list(mine.layer_split):
+            raise NodeLost(
+                f"its stages have {_listed(hello.layer_split)} layers and those of this group {_listed(mine.layer_split)}; "
+                "start all stages with one prefill.layer_split"
+            )
+
     async def _join(self, stage_idx: int, member: _Member) -> None:
         older = self._members.get(stage_idx)
         if older is not None:
@@ -331,3 +337,7 @@ def _step_model(hello: stage_pb2.Hello) -> StepModel | None:
         return None
     told = hello.step_model
     return StepModel(overhead_s=told.overhead_s, token_s=told.token_s, pair_s=told.pair_s, knee_tokens=told.knee_tokens)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))

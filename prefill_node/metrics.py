@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from moontide.metrics import LATENCY_BUCKETS_S
 
@@ -98,6 +98,15 @@ class GroupMetrics:
             "prefill_step_tokens", "Tokens of a planned step.", buckets=[2**power for power in range(4, 17)],
             registry=registry,
         )  # fmt: skip
+        self.planned_step_seconds = Histogram(
+            "prefill_planned_step_seconds", "Expected time of a step on the slowest stage.",
+            buckets=LATENCY_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.starved_steps = Counter(
+            "prefill_starved_steps", "Steps of prompts that went first because they had waited too long.",
+            registry=registry,
+        )  # fmt: skip
+        self.plan = Info("prefill_plan", "Mode, policy and chunking of the group.", registry=registry)
         self.step_prediction_error = Histogram(
             "prefill_step_prediction_error", "Predicted over measured time of a step, minus 1.", ["stage"],
             buckets=ERROR_BUCKETS, registry=registry,

@@ -9,13 +9,13 @@ any chunk border and goes on later where it was. Source: Mooncake, arXiv:2407.00
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.pool import RequestKey
 from moontide.perf_model import StepShape
 from prefill_node.chunking import ChunkPlanner
-from prefill_node.policy import Candidate, keeps_turn, ranked
+from prefill_node.policy import Candidate, is_starved, keeps_turn, ranked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,21 @@ class Scheduler:
     """The admitted prompts that have chunks left, and whose turn it is."""
 
     def __init__(
-        self, *, mode: str, policy: str, planner: ChunkPlanner, max_in_flight_steps: int, starvation_s: float
+        self,
+        *,
+        mode: str,
+        policy: str,
+        planner: ChunkPlanner,
+        max_in_flight_steps: int,
+        starvation_s: float,
+        on_preempted: Callable[[], None],
+        on_starved: Callable[[], None],
     ) -> None:
         """
         Args:
             mode: cpp | chunked-serial | request-pp, as in PrefillConfig.
+            on_preempted: a prompt that got the last step and has chunks left lets another one go first.
+            on_starved: a step goes to a prompt only because it has waited too long.
         """
         self._mode = mode
         self._policy = policy
@@ -64,8 +74,8 @@ class Scheduler:
         self._starvation_s = starvation_s
         self._queue: dict[RequestKey, _Queued] = {}
         self._last_served: RequestKey | None = None
-        self.num_preemptions = 0
-        """Times that a prompt with chunks left had to let another one go first."""
+        self._on_preempted = on_preempted
+        self._on_starved = on_starved
 
     @property
     def queued_tokens(self) -> int:
@@ -101,14 +111,15 @@ class Scheduler:
         """
         if in_flight_steps >= self._max_in_flight_steps:
             return []
-        line = [self._queue[candidate.key] for candidate in self._ranked_line(now_s)]
+        line = self._ranked_line(now_s)
         if not line:
             return []
-        self._count_preemption(line[0].key)
-        batch = [self._take(line[0], now_s)]
+        self._note_turn(line[0], now_s)
+        batch = [self._take(self._queue[line[0].key], now_s)]
         shape = batch[0].shape
         if batch[0].is_last:
-            for queued in line[1:]:
+            for candidate in line[1:]:
+                queued = self._queue[candidate.key]
                 extra = StepShape.of_chunk(queued.num_tokens - queued.cursor, queued.cursor)
                 if self._planner.has_room(shape, extra):
                     batch.append(self._take(queued, now_s, num_tokens=extra.tokens))
@@ -165,6 +176,8 @@ class Scheduler:
             del self._queue[queued.key]
         return PlannedChunk(key=queued.key, first_token=first_token, num_tokens=num_tokens, is_last=is_last)
 
-    def _count_preemption(self, next_key: RequestKey) -> None:
-        if self._last_served in self._queue and self._last_served != next_key:
-            self.num_preemptions += 1
+    def _note_turn(self, first: Candidate, now_s: float) -> None:
+        if self._last_served in self._queue and self._last_served != first.key:
+            self._on_preempted()
+        if is_starved(first, now_s=now_s, starvation_s=self._starvation_s):
+            self._on_starved()

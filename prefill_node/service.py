@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -18,10 +19,13 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Served by stage 0."""
 
-    def __init__(self, coordinator: Coordinator, *, node_id: str, num_stages: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, node_id: str, num_stages: int, uneven_stages: Callable[[], str]
+    ) -> None:
         self._coordinator = coordinator
         self._node_id = node_id
         self._num_stages = num_stages
+        self._uneven_stages = uneven_stages
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
         async with grpc_errors(context, request.request_id):
@@ -38,6 +42,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             running=self._coordinator.num_running,
             queued_tokens=self._coordinator.queued_tokens,
             reservations=self._coordinator.num_reservations,
+            uneven_stages=self._uneven_stages(),
         )
         if session is not None:
             status.epoch = session.epoch

@@ -10,6 +10,8 @@ Runs on the event loop and never waits. When the group is lost the whole object 
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 from kvstore.pool import RequestKey
@@ -77,6 +79,8 @@ class GroupSession:
             planner=self._planner,
             max_in_flight_steps=config.max_in_flight_steps,
             starvation_s=config.starvation_s,
+            on_preempted=metrics.preemptions.inc,
+            on_starved=metrics.starved_steps.inc,
         )
         self._send = send
         self._clock = clock
@@ -88,10 +92,6 @@ class GroupSession:
     @property
     def queued_tokens(self) -> int:
         return self._scheduler.queued_tokens
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._scheduler.num_preemptions
 
     @property
     def num_prompts(self) -> int:
@@ -265,9 +265,17 @@ class GroupSession:
             if not self.log.in_flight_steps:
                 self.last_report_s = self._clock.now()
                 self._bubbles.start(self.last_report_s)
-            self._metrics.step_chunks.observe(len(planned))
-            self._metrics.step_tokens.observe(sum(chunk.num_tokens for chunk in planned))
+            self._note_step(planned)
             self._send(self.log.append_compute([self._chunk(chunk) for chunk in planned]))
+
+    def _note_step(self, planned: Sequence[PlannedChunk]) -> None:
+        shape = functools.reduce(operator.add, (chunk.shape for chunk in planned))
+        self._metrics.step_chunks.observe(len(planned))
+        self._metrics.step_tokens.observe(shape.tokens)
+        if all(fit.model for fit in self._fits):
+            self._metrics.planned_step_seconds.observe(
+                max(fit.model.time_s(shape) for fit in self._fits if fit.model is not None)
+            )
 
     def _chunk(self, planned: PlannedChunk) -> stage_pb2.Chunk:
         prompt = self._prompts[planned.key]
@@ -294,7 +302,7 @@ class GroupSession:
         chunks = self.log.step_done(stage_idx, report.seq)
         ended_s = now - report.age_s
         predicted_s = self._learn(stage_idx, chunks, report.compute_s)
-        self._bubbles.note(stage_idx, report.compute_s, now, is_over=not self.log.in_flight_steps)
+        self._bubbles.note(stage_idx, report.compute_s, ended_s, is_over=not self.log.in_flight_steps)
         for chunk in chunks:
             key = chunk_key(chunk)
             prompt = self._prompts[key]
@@ -309,15 +317,16 @@ class GroupSession:
                 prompt.compute_started_s = ended_s - report.compute_s
             if stage_idx == self._config.num_stages - 1:
                 self._scheduler.chunk_left(key)
+            self._end_if_drained(key)  # its puts may have been reported before
         if stage_idx == self._config.num_stages - 1:
             self._note_tokens(chunks, report.tokens, now)
         self._pump()
 
     def _learn(self, stage_idx: int, chunks: Sequence[stage_pb2.Chunk], compute_s: float) -> float:
         """Improve the stage's model by a step that ran; returns what was expected of it, 0 without a model."""
-        shape = StepShape(0, 0.0)
-        for chunk in chunks:
-            shape += StepShape.of_chunk(chunk.num_tokens, chunk.first_token)
+        shape = functools.reduce(
+            operator.add, (StepShape.of_chunk(chunk.num_tokens, chunk.first_token) for chunk in chunks)
+        )
         fit = self._fits[stage_idx]
         before = fit.model
         fit.add(StepSample(shape, compute_s))

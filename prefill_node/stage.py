@@ -11,7 +11,7 @@ import dataclasses
 import os
 import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,16 +22,19 @@ from kvstore.layout import KVLayout
 from kvstore.node import NodeIdentity, StoreNode
 from kvstore.transfer.base import Transfer
 from model_runner.runner import Runner
+from model_runner.stage import StageSpec
 from moontide.clock import Clock, MonotonicClock
 from moontide.errors import ConfigError, MoontideError, NodeLost
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
+from moontide.perf_model import StepModel
 from moontide.registry import Announcer, NodeRecord
 from moontide.rpc import Server
 from moontide_proto.v1 import prefill_pb2_grpc, stage_pb2
+from prefill_node.balance import uneven_stages
 from prefill_node.config import PrefillNodeConfig, split_address
 from prefill_node.coordinator import Coordinator
-from prefill_node.group import GroupLeader, GroupMember
+from prefill_node.group import FormedGroup, GroupLeader, GroupMember
 from prefill_node.link import LinkListener, LinkReceiver, LinkSender
 from prefill_node.metrics import GroupMetrics, StageMetrics
 from prefill_node.pipeline import Report, StagePipeline, StageThreads
@@ -62,6 +65,8 @@ class Stage:
         client: StoreClient,
         *,
         layout: KVLayout,
+        split: Sequence[StageSpec],
+        step_model: StepModel | None,
         transfer: Transfer,
         store_node: StoreNode,
         registry: CollectorRegistry | None = None,
@@ -70,6 +75,8 @@ class Stage:
     ) -> None:
         """
         Args:
+            split: the layers of every stage of the group.
+            step_model: how long this stage takes for a step, if that is known.
             transfer: only its health is asked here.
             resources: what this stage owns beyond its own parts; closed last.
         """
@@ -77,6 +84,9 @@ class Stage:
         self._runner = runner
         self._client = client
         self._layout = layout
+        self._split = split
+        self._step_model = step_model
+        self._uneven_stages = ""
         self._transfer = transfer
         self._store_node = store_node
         self._clock: Clock = clock or MonotonicClock()
@@ -191,6 +201,7 @@ class Stage:
     async def _start_leader(self, hello: stage_pb2.Hello, *, store_node_id: str) -> None:
         node, prefill = self._config.node, self._config.prefill
         assert self._group_metrics is not None
+        self._group_metrics.plan.info({"mode": prefill.mode, "policy": prefill.policy, "chunking": prefill.chunking})
         self.coordinator = Coordinator(
             config=prefill,
             info=self._runner.info,
@@ -210,7 +221,12 @@ class Stage:
         )
         await self._leader.start(*split_address("prefill.control_address", prefill.control_address))
         self._server = Server()
-        servicer = PrefillServicer(self.coordinator, node_id=node.node_id, num_stages=prefill.num_stages)
+        servicer = PrefillServicer(
+            self.coordinator,
+            node_id=node.node_id,
+            num_stages=prefill.num_stages,
+            uneven_stages=lambda: self._uneven_stages,
+        )
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer, SERVICE_NAME)
         self.grpc_address = f"{node.host}:{await self._server.start(node.host, node.grpc_port)}"
         self._announcer = Announcer(self._config.registry, self._record)
@@ -218,8 +234,7 @@ class Stage:
         self._tasks.append(asyncio.create_task(self._lead(self._leader, self.coordinator), name="group"))
 
     def _hello(self) -> stage_pb2.Hello:
-        model = self._runner.step_model
-        told = stage_pb2.StepModel(**dataclasses.asdict(model)) if model else None
+        told = stage_pb2.StepModel(**dataclasses.asdict(self._step_model)) if self._step_model else None
         return stage_pb2.Hello(
             stage_idx=self._config.prefill.stage_idx,
             num_stages=self._config.prefill.num_stages,
@@ -228,6 +243,7 @@ class Stage:
             layout_digest=self._layout.digest(),
             hidden_size=self._runner.info.hidden_size,
             step_model=told,
+            layer_split=[spec.num_local_layers for spec in self._split],
         )
 
     # Stage 0.
@@ -237,6 +253,7 @@ class Stage:
         assert self._group_metrics is not None
         while True:
             formed = await leader.form()
+            self._note_balance(formed)
             pipeline = self._new_pipeline(formed.epoch, self._take_local_report)
             session = GroupSession(
                 epoch=formed.epoch,
@@ -267,6 +284,19 @@ class Stage:
                 finally:
                     await self._end_epoch(pipeline, epoch=formed.epoch, reason=reason)
             await asyncio.sleep(_REJOIN_S)
+
+    def _note_balance(self, formed: FormedGroup) -> None:
+        """Say what makes uneven stages faster, once for each new finding."""
+        uneven = uneven_stages(
+            self._split,
+            formed.step_models,
+            layer_group=self._layout.layer_group,
+            chunk_tokens=self._config.prefill.chunk_tokens,
+        )
+        before, self._uneven_stages = self._uneven_stages, str(uneven or "")
+        if uneven and self._uneven_stages != before:
+            say = log.warning if uneven.better_split else log.info
+            say("uneven stages", group=self._config.prefill.group_id, advice=self._uneven_stages)
 
     def _send(self, entry: stage_pb2.LogEntry) -> None:
         """Give an entry to every stage."""

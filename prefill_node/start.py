@@ -1,4 +1,4 @@
-"""From the settings of a stage to a running one: model, layout, store, pages, weights."""
+"""From the settings of a stage to a running one: model, layout, store, pages, weights, step times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
 from model_runner.load import load_runner
 from model_runner.model_source import describe_model
-from model_runner.stage import split_layers
+from model_runner.profile import measured_model
+from model_runner.runner import StageRunner
+from model_runner.stage import parse_layer_split
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.stage import Stage
 
@@ -33,9 +35,10 @@ async def start_stage(
     torch.set_num_threads(config.model.threads)
     described = await asyncio.to_thread(describe_model, config.model, config.kv)
     info, layout = described.info, described.layout
-    spec = split_layers(info.num_layers, config.prefill.num_stages, layer_group=layout.layer_group)[
-        config.prefill.stage_idx
-    ]
+    split = parse_layer_split(
+        config.prefill.layer_split, info.num_layers, config.prefill.num_stages, layer_group=layout.layer_group
+    )
+    spec = split[config.prefill.stage_idx]
     num_pages = config.prefill.resolve_num_pages(max_context=info.max_context, block_tokens=layout.block_tokens)
     arena_bytes = PagedKVCache.arena_bytes(layout, spec, num_pages)
     async with AsyncExitStack() as opened:
@@ -49,12 +52,19 @@ async def start_stage(
         runner = await asyncio.to_thread(
             load_runner, config.model, described, spec, num_pages=num_pages, arena=arena.buffer
         )
+        step_model = runner.step_model
+        if isinstance(runner, StageRunner) and config.prefill.chunking == "equal-time":
+            step_model = await asyncio.to_thread(
+                measured_model, runner, config.model, layout, chunk_tokens=config.prefill.chunk_tokens
+            )
         registry = CollectorRegistry()
         stage = Stage(
             config,
             runner,
             StoreClient(transfer, layout, registry=registry),
             layout=layout,
+            split=split,
+            step_model=step_model,
             transfer=transfer,
             store_node=store_node,
             registry=registry,

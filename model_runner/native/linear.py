@@ -8,6 +8,7 @@ Tensor shapes: T rows, I inputs, O outputs, D hidden size.
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,12 +106,12 @@ def _is_gated_mlp(module: Any) -> bool:
 
 
 def _computes_as(module: nn.Module, known: type[nn.Module]) -> bool:
-    return _forward_text(type(module)) == _forward_text(known)
+    return _text_of(type(module).forward) == _text_of(known.forward)
 
 
 @functools.cache
-def _forward_text(module_class: type[nn.Module]) -> str:
-    return inspect.getsource(module_class.forward)
+def _text_of(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function)
 
 
 def _on_cpu_in_bfloat16(module: Any) -> bool:

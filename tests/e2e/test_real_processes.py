@@ -129,6 +129,7 @@ async def test_tiny_family_cold_and_hit(family: str, tmp_path: Path) -> None:
         f"kv.block_tokens={tiny.BLOCK}",
         "kv.layer_group=1",
         f"prefill.chunk_tokens={tiny.CHUNK}",
+        "prefill.chunking=fixed",
         "kvstore.pool_bytes=67108864",
     )
     with running_cluster(model=model_dir, stages=2, settings=settings) as cluster:

@@ -47,6 +47,7 @@ SETTINGS = (
     f"kv.block_tokens={BLOCK_TOKENS}",
     "kv.layer_group=1",
     f"prefill.chunk_tokens={CHUNK_TOKENS}",
+    "prefill.chunking=fixed",
     "prefill.num_pages=160",
     "prefill.heartbeat_s=0.5",
     f"prefill.peer_timeout_s={PEER_TIMEOUT_S}",

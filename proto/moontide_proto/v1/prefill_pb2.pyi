@@ -94,7 +94,7 @@ class PrefillStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillStatus(_message.Message):
-    __slots__ = ("node_id", "num_stages", "epoch", "waiting", "running", "queued_tokens", "num_pages", "free_pages", "open_puts", "in_flight_steps", "reservations")
+    __slots__ = ("node_id", "num_stages", "epoch", "waiting", "running", "queued_tokens", "num_pages", "free_pages", "open_puts", "in_flight_steps", "reservations", "uneven_stages")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class PrefillStatus(_message.Message):
     OPEN_PUTS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_STEPS_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    UNEVEN_STAGES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     num_stages: int
     epoch: int
@@ -117,4 +118,5 @@ class PrefillStatus(_message.Message):
     open_puts: int
     in_flight_steps: int
     reservations: int
-    def __init__(self, node_id: _Optional[str] = ..., num_stages: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., open_puts: _Optional[int] = ..., in_flight_steps: _Optional[int] = ..., reservations: _Optional[int] = ...) -> None: ...
+    uneven_stages: str
+    def __init__(self, node_id: _Optional[str] = ..., num_stages: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., open_puts: _Optional[int] = ..., in_flight_steps: _Optional[int] = ..., reservations: _Optional[int] = ..., uneven_stages: _Optional[str] = ...) -> None: ...

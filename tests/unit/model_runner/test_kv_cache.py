@@ -86,3 +86,21 @@ def test_stage_that_cuts_a_layer_group_is_refused() -> None:
 def test_arena_that_is_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="arena of 100 bytes is too small"):
         PagedKVCache(LAYOUT, FIRST, num_pages=1, arena=memoryview(bytearray(100)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_wait_for_what_was_marked_and_not_for_compute_that_came_later() -> None:
+    """A later layer is a kernel that spins; while it does, both directions get through."""
+    kv = PagedKVCache(LAYOUT, FIRST, num_pages=3, device="cuda", arena=None)
+    compute = torch.cuda.current_stream()
+    kv.layer(0)[1] = 2.5
+    kv.mark_written(0)
+    torch.cuda._sleep(5_000_000_000)
+    kv.copy_out(0, [1])
+    assert struct.unpack_from("<f", slot_bytes(kv, 0, 1))[0] == 2.5
+    ctypes.memmove(kv.slot_address(0, 2), slot_bytes(kv, 0, 1), LAYOUT.object_bytes(0))
+    kv.copy_in(0, [2])
+    assert not compute.query()
+    compute.synchronize()
+    assert torch.equal(kv.layer(0)[2], kv.layer(0)[1])

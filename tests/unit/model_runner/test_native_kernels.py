@@ -141,11 +141,21 @@ def test_number_of_threads_changes_no_bit(native: NativeKernels) -> None:
     layer = Layer(CASES["chunks and single tokens"])
     weight, inputs = torch.randn(200, 64).bfloat16(), torch.randn(50, 64).bfloat16()
     packed = native.pack(weight)
-    alone = (layer.attend(native), native.linear(inputs, packed, num_outputs=200))
+    ones = torch.ones(64).bfloat16()
+
+    def results() -> list[Tensor]:
+        return [
+            layer.attend(native),
+            native.linear(inputs, packed, num_outputs=200),
+            native.linear(inputs, packed, packed_gate=packed, num_outputs=200),
+            native.norm(inputs, ones, 1e-5),
+        ]
+
+    alone = results()
     torch.set_num_threads(2)
     try:
-        assert torch.equal(layer.attend(native), alone[0])
-        assert torch.equal(native.linear(inputs, packed, num_outputs=200), alone[1])
+        for shared, single in zip(results(), alone, strict=True):
+            assert torch.equal(shared, single)
     finally:
         torch.set_num_threads(1)
 
@@ -206,6 +216,38 @@ def test_linear_equals_plain_float32_arithmetic(shape: tuple[int, int], has_bias
     for num_rows in (1, 2, 3, 5, 6, 7, 8, 13):
         some = native.linear(inputs[20 : 20 + num_rows], packed, bias_O=bias, num_outputs=num_outputs)
         assert torch.equal(some, together[20 : 20 + num_rows]), f"{num_rows} rows"
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (100, 50), (130, 2100)])
+def test_gated_linear_equals_plain_float32_arithmetic(shape: tuple[int, int], native: NativeKernels) -> None:
+    num_outputs, num_inputs = shape
+    generator = torch.Generator().manual_seed(0)
+    weight, gate = (torch.randn(num_outputs, num_inputs, generator=generator).bfloat16() for _ in range(2))
+    inputs = torch.randn(400, num_inputs, generator=generator).bfloat16()
+    inputs[7] *= 100
+    packed, packed_gate = native.pack(weight), native.pack(gate)
+    together = native.linear(inputs, packed, packed_gate=packed_gate, num_outputs=num_outputs)
+    gated = torch.nn.functional.silu(inputs.float() @ gate.float().t())
+    assert relative_error(together, gated * (inputs.float() @ weight.float().t())) < TOLERANCE / 2
+    for num_rows in (1, 6, 7, 13):
+        rows = slice(5, 5 + num_rows)
+        some = native.linear(inputs[rows], packed, packed_gate=packed_gate, num_outputs=num_outputs)
+        assert torch.equal(some, together[rows]), f"{num_rows} rows"
+
+
+@pytest.mark.parametrize("width", [32, 576, 100, 7])
+def test_norm_equals_plain_float32_arithmetic(width: int, native: NativeKernels) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (
+        torch.randn(9, width, generator=generator).bfloat16() * torch.tensor([1e-4, 1.0, 1e4] * 3).bfloat16()[:, None]
+    )
+    weight = torch.randn(width, generator=generator).bfloat16()
+    normed = native.norm(hidden, weight, 1e-5)
+    exact = torch.nn.functional.rms_norm(hidden.float(), (width,), weight.float(), 1e-5)
+    for row in range(9):
+        assert relative_error(normed[row], exact[row]) < TOLERANCE / 2
+        assert torch.equal(native.norm(hidden[row : row + 1], weight, 1e-5)[0], normed[row])
+    assert torch.equal(native.norm(hidden.t().contiguous().t(), weight, 1e-5), normed)
 
 
 def test_linear_reads_rows_with_gaps_and_columns_apart(native: NativeKernels) -> None:

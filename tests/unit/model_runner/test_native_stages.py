@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model_runner.native.kernels import NativeKernels
+from model_runner.native.linear import NativeNorm, PackedLinear, PackedMlp
 from model_runner.runner import Segment, StageRunner
 from model_runner.weights import Elsewhere
 from moontide.errors import ConfigError
 from tests.fakes.tiny_models import reference_model, tiny_model_dir
-from tests.unit.model_runner.stages import kv_of, load_stages, prefill, run_step
+from tests.unit.model_runner.stages import PAGE_TOKENS, kv_of, load_stages, prefill, run_step
 
 PROMPT = random.Random(5).choices(range(3, 259), k=101)
 PAGES = random.Random(0).sample(range(24), 7)
@@ -129,6 +132,59 @@ def test_no_plain_linear_is_left_and_a_shared_embedding_leaves_with_it(tiny_root
     assert isinstance(last._model._decoder.embed_tokens, Elsewhere)
     whole = load_stages(wide_model("qwen3", tiny_root), 1, dtype="bfloat16", kernels="native")[0]
     assert not isinstance(whole._model._decoder.embed_tokens, Elsewhere)
+
+
+@pytest.mark.usefixtures("native")
+def test_modules_that_compute_something_else_are_left_alone(tiny_root: Path) -> None:
+    """Gemma adds one to the weight of its norm and has another activation; Qwen3 also norms each head."""
+
+    def classes(family: str) -> set[type[nn.Module]]:
+        stage = load_stages(wide_model(family, tiny_root), 1, dtype="bfloat16", kernels="native")[0]
+        return {type(module) for module in stage._model._model.modules()}
+
+    assert {PackedMlp, NativeNorm} <= classes("qwen3")
+    assert not {"Qwen3RMSNorm", "Qwen3MLP"} & {each.__name__ for each in classes("qwen3")}
+    assert not {PackedMlp, NativeNorm} & classes("gemma2")
+    assert {PackedMlp, PackedLinear} <= classes("llama")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Size of the largest tensor that torch makes, views of the given ones left out."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {each.untyped_storage().data_ptr() for each in known}
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self._known:
+                self.nbytes = max(self.nbytes, each.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_tensor_of_a_step_grows_with_the_prefix(dtype: str, choice: str, tiny_root: Path) -> None:
+    """A mask of (chunk x prompt) would be twice as large as the largest tensor there is."""
+    if choice == "native" and dtype == "float32":
+        pytest.skip("the native kernels compute bfloat16")
+    chunk, prefixes = 256, (1024, 8192)
+    num_pages = (max(prefixes) + chunk) // PAGE_TOKENS
+    model_dir = tiny_model_dir("llama", tiny_root, head_dim=32, max_position_embeddings=16384)
+    stage = load_stages(model_dir, 1, num_pages=num_pages, dtype=dtype, kernels=choice)[0]
+    known = [*(stage.kv.layer(idx) for idx in range(stage.spec.num_local_layers)), *stage._model._model.buffers()]
+    known += list(stage._model._model.parameters())
+    largest = []
+    for prefix in prefixes:
+        segment = Segment(start=prefix, num_tokens=chunk, pages=range(num_pages), wants_logits=True)
+        with LargestTensor(known) as made:
+            stage.forward([segment], token_ids_T=torch.ones(chunk, dtype=torch.int64))
+        largest.append(made.nbytes)
+    assert largest[0] > 0
+    assert largest[0] == largest[1] < chunk * max(prefixes)
 
 
 @pytest.mark.usefixtures("native")

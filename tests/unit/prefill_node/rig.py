@@ -186,7 +186,14 @@ class Group:
         self.control_address = f"127.0.0.1:{free_port()}"
         self.join_address = self.control_address
         """Where later stages connect to; a test may put a proxy there."""
-        self._model_dir = model_dir
+        profile = settings.pop("profile", None)
+        """Of a model whose steps are paced."""
+        self._model = ModelConfig(
+            name=str(model_dir),
+            dtype="float32",
+            load_format="paced" if profile else "safetensors",
+            profile=str(profile or ""),
+        )
         self._num_stages = num_stages
         self._settings = settings
         self._channel: Any = None
@@ -194,13 +201,14 @@ class Group:
 
     def config(self, stage_idx: int) -> PrefillNodeConfig:
         settings: dict[str, Any] = {
-            "chunk_tokens": CHUNK_TOKENS, "num_pages": 64, "heartbeat_s": 0.2, "peer_timeout_s": 5.0, "seal_timeout_s": 5.0,
+            "chunking": "fixed", "chunk_tokens": CHUNK_TOKENS, "num_pages": 64,
+            "heartbeat_s": 0.2, "peer_timeout_s": 5.0, "seal_timeout_s": 5.0,
             **self._settings,
         }  # fmt: skip
         return PrefillNodeConfig(
             node=NodeConfig(node_id=f"prefill-0-stage-{stage_idx}"),
             registry=RegistryConfig(url="redis://127.0.0.1:1/0"),
-            model=ModelConfig(name=str(self._model_dir), dtype="float32"),
+            model=self._model,
             kv=KvConfig(block_tokens=BLOCK_TOKENS, layer_group=1),
             store=StoreAccessConfig(master_rpc="-", master_http="-", client_address="-", service_address="store:1"),
             prefill=PrefillConfig(

@@ -23,6 +23,15 @@ STAGE = StepModel(overhead_s=0.002, token_s=0.001, pair_s=1e-7)
 class Line(Scheduler):
     """A scheduler that is told little: what is not said is as good as absent."""
 
+    num_preemptions = 0
+    num_starved = 0
+
+    def count_preempted(self) -> None:
+        self.num_preemptions += 1
+
+    def count_starved(self) -> None:
+        self.num_starved += 1
+
     def add(self, key: RequestKey, *, order: int, num_tokens: int, cursor: int, **given: Any) -> None:
         super().add(
             key,
@@ -52,13 +61,16 @@ def make_scheduler(
         max_step_s=1.0,
         stages=stages,
     )
-    return Line(
+    line = Line(
         mode=mode,
         policy=policy,
         planner=planner,
         max_in_flight_steps=max_in_flight_steps,
         starvation_s=starvation_s,
+        on_preempted=lambda: line.count_preempted(),
+        on_starved=lambda: line.count_starved(),
     )
+    return line
 
 
 def chunk(key: RequestKey, first_token: int, num_tokens: int, *, is_last: bool = False) -> PlannedChunk:
@@ -190,6 +202,7 @@ def test_starving_prompt_gets_one_chunk_and_then_waits_again() -> None:
     assert served(scheduler, 3, now_s=30.0) == ["a", "b", "b"]
     assert served(scheduler, 2, now_s=59.0) == ["b", "b"]
     assert served(scheduler, 2, now_s=60.0) == ["a", "b"]
+    assert scheduler.num_starved == 2
 
 
 def test_chunked_serial_waits_for_a_chunk_to_leave_the_last_stage() -> None:
