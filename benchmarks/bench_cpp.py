@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,9 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dummy_models import dummy_llama
 from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
-from paced_models import write_paced_model
+from paced_models import VOCAB_SIZE, byte_tokenizer, write_paced_model
 
 from deploy.gantt import busy_s, predicted_makespan_s, stage_chunks
 from moontide.client import GenerateOptions, MoontideClient
@@ -184,6 +184,34 @@ def closed_form_share(runs: Sequence[Run], stages: int, node: StepModel, work_s:
     )
 
 
+def write_dummy_llama(directory: Path, *, max_context: int) -> list[str]:
+    """A Llama with random weights, narrow and shallow, so that 32k tokens take seconds; returns the settings for it."""
+    directory.mkdir()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": max_context + 64,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return [
+        f"model.name={json.dumps(str(directory))}",
+        "model.load_format=dummy",
+        "kv.layer_group=4",
+        "decode.num_pages=600",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
@@ -199,7 +227,7 @@ def main() -> None:
         smollm2 = compare("smollm2", args.set, lambda: prompts.take(args.smollm2_tokens), stages=(1, 2), runs=args.runs)
         dummy = compare(
             "dummy",
-            [*dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set],
+            [*write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set],
             lambda: source.choices(range(256), k=args.dummy_tokens),
             stages=(1, 2),
             runs=max(2, args.runs - 2),

@@ -227,6 +227,7 @@ def main() -> None:
     wanted = [name for name in args.peers.split(",") if name]
     if unknown := set(wanted) - set(PEERS):
         sys.exit(f"--peers names {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped peers would be left behind
     model_dir = resolve_model("smollm2").path
     prompts = Prompts("smollm2", seed=args.seed)
     warm_up = prompts.take(args.tokens)

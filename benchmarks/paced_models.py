@@ -54,13 +54,13 @@ def write_paced_model(root: Path, *, max_context: int = MAX_CONTEXT, **profile: 
         "eos_token_id": 2,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    _byte_tokenizer().save(str(directory / "tokenizer.json"))
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
     path = root / "profile.json"
     path.write_text(json.dumps(profile))
     return PacedModel(directory=directory, profile=path)
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     """Ids 0-2 are special, 3-258 the bytes."""
     vocab = {token: idx for idx, token in enumerate([*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -61,7 +61,7 @@ class ChunkPlanner:
         mean = _mean_chunk(shape, max(1, round(min(best, tokens / self._block_tokens))))
         slowest = max(self._stages, key=lambda stage: stage.time_s(mean))
         step_s = slowest.time_s(mean)
-        if 0 < slowest.tokens_within(step_s, num_tokens) < slowest.knee_tokens:
+        if step_s > 0 and slowest.tokens_within(step_s, num_tokens) < slowest.knee_tokens:
             step_s = self._step_near_knee_s(slowest, first_token, num_tokens)
         return max(min(step_s, self._longest_step_s(slowest, first_token, num_tokens)), self._block_s(num_tokens))
 

@@ -94,6 +94,8 @@ class Coordinator:
         self._orders = itertools.count()
         self._admission = AdmissionQueue(self._choose)
         self._open: dict[RequestKey, _OpenRequest] = {}
+        self._room_is_for: RequestKey | None = None
+        """A request that has waited so long for room in the store that nobody else gets any before it."""
         self.session: GroupSession | None = None
         """None while the group is not complete."""
 
@@ -230,15 +232,21 @@ class Coordinator:
 
         In this order, also for a prompt that has lost its pages and kept its room: whoever has pages can finish.
         """
-        prompt, session = request.prompt, request.session
-        while True:
-            async with self._admission.turn(prompt.key):
-                while (hit_blocks := await self._reserve(request)) is None and session.is_starved(prompt):
-                    await asyncio.sleep(_RESERVE_RETRY_S)  # and nobody else reserves meanwhile
-                if hit_blocks is not None:
-                    self._take_pages(request, hit_blocks)
-                    return
-            await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
+        key = request.prompt.key
+        try:
+            while True:
+                async with self._admission.turn(key):
+                    hit_blocks = await self._reserve(request)
+                    if hit_blocks is not None:
+                        self._take_pages(request, hit_blocks)
+                        return
+                if self._room_is_for is None and request.session.is_starved(request.prompt):
+                    self._room_is_for = key
+                await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
+        finally:
+            if self._room_is_for == key:
+                self._room_is_for = None
+                self._admission.update()
 
     def _take_pages(self, request: _OpenRequest, hit_blocks: int) -> None:
         request.hit_blocks = hit_blocks
@@ -276,7 +284,11 @@ class Coordinator:
     def _choose(self, waiting: Sequence[RequestKey]) -> RequestKey | None:
         if self.session is None:
             return None
-        chosen = self.session.choose([self._open[key].prompt for key in waiting])
+        requests = [self._open[key] for key in waiting]
+        if self._room_is_for is not None:
+            # Who has room and only lost its pages goes on: the room that is waited for may have to come from it.
+            requests = [each for each in requests if each.is_accepted or each.prompt.key == self._room_is_for]
+        chosen = self.session.choose([each.prompt for each in requests])
         return chosen.key if chosen else None
 
     async def _fetch_while_reserved(self, request: _OpenRequest) -> int:

@@ -32,6 +32,8 @@ from prefill_node.step_log import LogViolation, PutsOutcome, StepLog, chunk_key
 
 Send = Callable[[stage_pb2.LogEntry], None]
 
+_FIRST_EPOCH = 1
+"""Of a request: its first attempt."""
 _SHORTEST_SLO_S = 0.5
 _SLO_PER_PREDICTION = 1.5
 """A prompt that comes without an SLO wants its first token within so many times what it would take alone."""
@@ -122,21 +124,25 @@ class GroupSession:
         by_key = {prompt.key: prompt for prompt in waiting}
         line = self._ranked([self._candidate(prompt) for prompt in waiting], now_s)
         for candidate in line:
-            if by_key[candidate.key].num_pages <= self.pages.num_free:
-                return by_key[candidate.key]
-            if candidate is line[0]:
-                self._make_room(candidate, by_key[candidate.key], now_s)
-            if is_starved(candidate, now_s=now_s, starvation_s=self._config.starvation_s):
+            prompt = by_key[candidate.key]
+            if candidate is line[0] and prompt.num_pages > self.pages.num_free:
+                self._make_room(candidate, prompt, now_s)
+            if prompt.num_pages <= self.pages.num_free:
+                return prompt
+            if is_starved(candidate, now_s=now_s, starvation_s=self._config.starvation_s) or self._is_making_room:
                 return None
         return None
 
     def take_pages(self, prompt: Prompt, *, hit_blocks: int) -> None:
         """Take all pages of a prompt, so that it never waits half-way. Blocks of the hit that are in pages are shared.
 
+        Not by a second attempt: the store may have lost what decode wants, and only a fetch notices, so that it is put again.
         Raises: OutOfPages.
         """
-        prompt.pages, prompt.held_blocks = self.pages.take(prompt.num_pages, names=prompt.block_hashes[:hit_blocks])
+        names = prompt.block_hashes[:hit_blocks] if prompt.key.epoch == _FIRST_EPOCH else []
+        prompt.pages, prompt.held_blocks = self.pages.take(prompt.num_pages, names=names)
         prompt.num_pages_sent = 0
+        prompt.put_tokens = prompt.held_blocks * prompt.block_tokens
         self._prompts[prompt.key] = prompt
 
     def fetch(self, prompt: Prompt, num_blocks: int) -> None:
@@ -230,6 +236,11 @@ class GroupSession:
         num_missing = prompt.num_pages - self.pages.num_free - coming
         for key in choose_victims(wanting, num_missing, holders):
             self._drop(self._prompts[key])
+
+    @property
+    def _is_making_room(self) -> bool:
+        """Whether pages are on their way back, which are for the first in line."""
+        return any(prompt.is_dropping for prompt in self._prompts.values())
 
     def _own_pages(self, key: RequestKey) -> int:
         """Pages of a prompt that nobody shares with it for sure."""

@@ -1,4 +1,4 @@
-// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16: attention over paged K/V, and linear layers.
+// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16: attention over paged K/V, linear layers, RMS norms.
 //
 // One rule holds for everything here: a row's sums run in an order that depends on the row alone (its position, its
 // keys, the weights), never on what else is in the call. So K/V of a prompt have the same bits for any chunk plan, any

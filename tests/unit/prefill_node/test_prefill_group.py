@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+import prefill_node.session
 from kvstore.block import BlockHash
 from kvstore.keys import parse_key
 from kvstore.pool import ReserveReply
 from model_runner.runner import Segment, StageRunner
+from moontide.clock import MonotonicClock
 from moontide.errors import BadRequest, DeadlineExceeded, PromptTooLong, Rejected, TransferFailed
+from moontide.perf_model import OnlineFit, StepModel
 from moontide.sampling_params import SamplingParams
 from tests.fakes.tiny_models import reference_generate
 from tests.unit.prefill_node.rig import (
@@ -29,6 +32,9 @@ from tests.unit.prefill_node.rig import (
 )
 
 Forward = Callable[..., Any]
+STEP = StepModel(overhead_s=0.001, token_s=0.01, pair_s=0.0)
+POOL_OF_30_BLOCKS = 30 * BLOCK_TOKENS * 6 * 256 * 11 // 10
+"""Six layers of 256 bytes a token, and a little for trailers."""
 
 
 def reference_token(model_dir: Path, prompt: Sequence[int]) -> int:
@@ -326,4 +332,41 @@ async def test_deadline_ends_a_request_and_frees_everything(model_dir: Path) -> 
         with pytest.raises(DeadlineExceeded, match="deadline"):
             await group.prefill(make_prompt(CHUNK_TOKENS), timeout_s=0.3)
         group.gates.put.open()
+        await group.until_idle()
+
+
+async def test_prompt_that_starves_for_room_in_the_store_lets_one_without_pages_go_on(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room is held by the prompt that lost its pages: whoever waits for it must not keep that one from its pages."""
+    release = threading.Event()
+    forward: Forward = StageRunner.forward
+
+    def held(runner: StageRunner, segments: Sequence[Segment], **given: Any) -> Any:
+        assert release.wait(WAIT_S)
+        return forward(runner, segments, **given)
+
+    monkeypatch.setattr(prefill_node.session, "OnlineFit", lambda _start: OnlineFit(STEP, refit_every=1 << 30))
+    starvation_s = 1.0
+    prompts = {"running": make_prompt(200, 1), "large": make_prompt(208, 2), "short": make_prompt(40, 3)}
+    async with running_group(
+        model_dir, num_stages=1, slack=0, num_pages=28, pool_bytes=POOL_OF_30_BLOCKS,
+        policy="srpt", chunking="fixed", starvation_s=starvation_s,
+    ) as group:  # fmt: skip
+        monkeypatch.setattr(StageRunner, "forward", held)
+        coordinator = group.stages[0].coordinator
+        assert coordinator is not None
+        clock = MonotonicClock()
+        calls = []
+        for number, (name, prompt) in enumerate(prompts.items()):
+            calls.append(asyncio.create_task(group.prefill(prompt, name)))
+            await eventually(lambda number=number: coordinator.num_waiting >= number, f"{name} is there")
+            if not number:
+                await eventually(lambda: coordinator.num_running == 1, "the first one runs")
+        await eventually(lambda: coordinator.num_waiting == 2, "the others wait")
+        starved_s = clock.now() + starvation_s
+        await eventually(lambda: clock.now() > starved_s, "they starve")
+        release.set()
+        for prompt, answer in zip(prompts.values(), await asyncio.gather(*calls), strict=True):
+            assert answer.token_id == reference_token(model_dir, prompt)
         await group.until_idle()

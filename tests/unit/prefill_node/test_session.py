@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore.block import BlockHash, hash_blocks
 from kvstore.pool import RequestKey
+from model_runner.pages import PrefixPages
 from moontide.perf_model import StepModel
 from moontide.sampling_params import SamplingParams
 from moontide_proto.v1 import common_pb2, stage_pb2
@@ -188,6 +189,57 @@ async def test_a_prompt_given_up_while_its_pages_are_taken_away_leaves_nothing()
     world.session.check_invariants()
     assert world.session.pages.num_free == 20
     assert not world.session.knows(long.key)
+
+
+async def test_pages_are_taken_away_also_when_the_last_puts_are_reported_before_the_step() -> None:
+    world = World(num_pages=20, model=MODEL)
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    world.session.choose([world.waiting("short", 32)])
+    steps = [entry.seq for entry in world.entries]
+    for seq in steps:
+        world.report(puts_done=stage_pb2.PutsDone(seq=seq))
+    for seq in steps:
+        world.report(step_done=stage_pb2.StepDone(seq=seq))
+    assert world.entries[-1].HasField("end")
+
+
+async def test_blocks_that_were_being_fetched_when_a_resumed_prompt_was_given_up_are_not_found_in_its_pages() -> None:
+    world = World(num_pages=20, model=MODEL)
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    world.session.choose([world.waiting("short", 32)])
+    world.work()
+    assert long.dropped.is_set()
+    num_blocks = long.put_tokens // BLOCK_TOKENS
+    world.session.pages = PrefixPages(20)
+    world.session.take_pages(long, hit_blocks=num_blocks)
+    world.session.fetch(long, num_blocks)
+    world.session.finish(long)
+    world.report(fetch_done=stage_pb2.FetchDone(request_id="long", request_epoch=1, num_blocks=0))
+    world.report(end_done=stage_pb2.EndDone(request_id="long", request_epoch=1))
+    assert world.prompt("again", 64, hit_blocks=num_blocks).held_blocks == 0
+
+
+async def test_pages_that_are_taken_away_are_for_the_first_in_line() -> None:
+    world = World(num_pages=20, policy="edf", model=MODEL)
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    first, other = world.waiting("first", 32), world.waiting("other", 16)
+    other.deadline_s = long.deadline_s - 0.01
+    assert world.session.choose([first, other]) is None, "although the other one would fit"
+    world.work()
+    assert world.session.choose([other, first, long]) is first
+
+
+async def test_pages_that_are_free_at_once_go_to_the_first_in_line() -> None:
+    world = World(num_pages=20, policy="edf", model=MODEL)
+    for seed, name in enumerate(("one", "two", "three")):
+        world.session.compute(world.prompt(name, 24, seed=seed), cursor=0)
+    first, other = world.waiting("first", 20), world.waiting("other", 8)
+    first.deadline_s -= 0.02
+    other.deadline_s -= 0.01
+    assert world.session.choose([first, other]) is first
 
 
 async def test_computed_blocks_are_found_in_the_pages_again() -> None:
