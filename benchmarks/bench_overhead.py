@@ -37,6 +37,8 @@ from moontide.client import GenerateOptions, MoontideClient
 from moontide.timeline import Span, Timeline
 
 STAGES = 2
+SETTINGS = ("model.threads=1", f"deploy.stages={STAGES}", "prefill.chunking=fixed", "prefill.chunk_tokens=512")
+"""Planned chunks would cut the short prompts too; tau is that of chunks of this length."""
 TEXT_CHARS = (350, 950)
 """Length of a short prompt: 64 to 256 tokens, more or less."""
 PAUSE_S = 0.2
@@ -226,7 +228,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="setting for the measured cluster")
     args = parser.parse_args()
-    with cluster([*args.set, "model.threads=1", f"deploy.stages={STAGES}"]) as running:
+    with cluster([*SETTINGS, *args.set]) as running:
         watch = CpuWatch()
         samples, pauses = asyncio.run(
             measure(
