@@ -39,14 +39,10 @@ class Served:
 
 
 def poisson(rate: float, duration_s: float, *, num_tokens: int, kind: str, seed: int) -> list[Arrival]:
-    """Arrivals at random moments, `rate` per second on average."""
+    """Arrivals at random moments: a Poisson stream that has exactly the expected number of them."""
     source = random.Random(seed)
-    arrivals: list[Arrival] = []
-    at_s = source.expovariate(rate)
-    while at_s < duration_s:
-        arrivals.append(Arrival(at_s, num_tokens, kind))
-        at_s += source.expovariate(rate)
-    return arrivals
+    moments = sorted(source.uniform(0, duration_s) for _ in range(round(rate * duration_s)))
+    return [Arrival(at_s, num_tokens, kind) for at_s in moments]
 
 
 async def run_load(address: str, arrivals: Sequence[Arrival], *, seed: int) -> list[Served]:

