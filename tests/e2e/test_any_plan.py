@@ -81,7 +81,7 @@ class Scenario:
             policy=POLICIES[seed % len(POLICIES)],
             stages=1 + (seed + seed // 4) % 4,
             slack=rng.randint(0, 2),
-            num_pages=rng.randint(LONG_BLOCKS[1] + 4, 2 * LONG_BLOCKS[1]),
+            num_pages=rng.randint(LONG_BLOCKS[1] + 4, LONG_BLOCKS[1] * 3 // 2),
             pool_bytes=rng.choice((6 << 20, 12 << 20, 1 << 30)),
             starvation_s=rng.choice((0.1, 1.0, 30.0)),
             miss_share=rng.choice((0.002, 0.01, 0.03)),
@@ -181,7 +181,7 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
 async def ask_all(
     cluster: InProcessCluster, prompts: Sequence[Sequence[int]], rng: random.Random
 ) -> list[Answer | None]:
-    """Ask one after the other without waiting; those that hang up before their answer is there get None."""
+    """Ask all, long prompts first; those that hang up before their answer is there get None."""
 
     async def ask(prompt: Sequence[int], *, after_s: float, patience_s: float | None) -> Answer | None:
         await asyncio.sleep(after_s)
@@ -194,7 +194,7 @@ async def ask_all(
     calls = [
         ask(
             prompt,
-            after_s=rng.uniform(0, 0.15),
+            after_s=rng.uniform(0, 0.03) if len(prompt) >= LONG_BLOCKS[0] * BLOCK else rng.uniform(0.02, 0.15),
             patience_s=rng.uniform(0, 0.3) if rng.random() < 0.25 else None,
         )
         for prompt in prompts
