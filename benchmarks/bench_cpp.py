@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
+from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result, timeline_of
 from paced_models import VOCAB_SIZE, byte_tokenizer, write_paced_model
 
 from deploy.gantt import busy_s, predicted_makespan_s, stage_chunks
@@ -75,16 +75,6 @@ async def ask(client: MoontideClient, prompt: Sequence[int]) -> Run:
         if chunk.usage is not None:
             assert chunk.usage.cached_tokens == 0, f"{chunk.usage.cached_tokens} tokens came from the cache"
     return measure(ttft_s, await timeline_of(client, request_id))
-
-
-async def timeline_of(client: MoontideClient, request_id: str) -> Timeline:
-    """The timeline once the stages' spans have arrived, which is after the last block is sealed."""
-    async with asyncio.timeout(60):
-        while True:
-            found = await client.timeline(request_id)
-            if found is not None and found.outcome and stage_chunks(found):
-                return found
-            await asyncio.sleep(0.1)
 
 
 def measure(ttft_s: float, timeline: Timeline) -> Run:

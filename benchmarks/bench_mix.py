@@ -60,14 +60,7 @@ def main() -> None:
     policies: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_paced_model(Path(folder), **dataclasses.asdict(NODE))
-        settings = [
-            *model.settings,
-            f"deploy.stages={STAGES}",
-            "kv.block_tokens=256",
-            "kv.layer_group=2",
-            "prefill.num_pages=2048",
-            "decode.num_pages=2048",
-        ]
+        settings = model.settings_for(STAGES)
         for policy in args.policies.split(","):
             with cluster([*settings, f"prefill.policy={policy}"]) as running:
                 address = running.grpc_address

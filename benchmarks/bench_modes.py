@@ -78,14 +78,7 @@ def main() -> None:
     watch = CpuWatch()
     with tempfile.TemporaryDirectory() as folder:
         model = write_paced_model(Path(folder), **dataclasses.asdict(NODE))
-        settings = [
-            *model.settings,
-            f"deploy.stages={PACED_STAGES}",
-            "kv.block_tokens=256",
-            "kv.layer_group=2",
-            "prefill.num_pages=2048",
-            "decode.num_pages=2048",
-        ]
+        settings = model.settings_for(PACED_STAGES)
         paced = {mode: run_mode(settings, mode, loads(LONG_TOKENS, seed=args.seed), seed=args.seed) for mode in MODES}
     real_loads = loads(args.smollm2_tokens, seed=args.seed)
     del real_loads["mix"]

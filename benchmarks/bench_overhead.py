@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
+from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result, timeline_of
 
 from deploy.gantt import stage_chunks
 from moontide.client import GenerateOptions, MoontideClient
@@ -148,16 +148,6 @@ async def ask_http(session: aiohttp.ClientSession, text: str) -> First:
     raise AssertionError("the answer has no token")
 
 
-async def finished_timeline(client: MoontideClient, request_id: str) -> Timeline:
-    """The timeline once the stages' spans have arrived, which is after the last block is sealed."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            found = await client.timeline(request_id)
-            if found is not None and found.outcome and stage_chunks(found):
-                return found
-            await asyncio.sleep(0.05)
-
-
 async def short_prompts(
     client: MoontideClient, session: aiohttp.ClientSession, *, runs: int, seed: int
 ) -> AsyncIterator[Sample]:
@@ -172,7 +162,7 @@ async def short_prompts(
         for name, ask in transports.items():
             start = source.randrange(len(text) - TEXT_CHARS[1])
             request_id, ttft_s = await ask(text[start : start + source.randint(*TEXT_CHARS)])
-            timeline = await finished_timeline(client, request_id)
+            timeline = await timeline_of(client, request_id)
             if number >= WARM_UP:
                 yield short_sample(name, ttft_s, timeline)
             await asyncio.sleep(PAUSE_S)
@@ -193,7 +183,7 @@ async def measure(
         samples = [sample async for sample in short_prompts(client, session, runs=args.runs, seed=args.seed)]
         for number in range(args.long_runs + 1):
             request_id, _ = await ask_grpc(client, prompts.take(args.long_tokens))
-            stages = stage_chunks(await finished_timeline(client, request_id))
+            stages = stage_chunks(await timeline_of(client, request_id))
             for all_pauses, found in zip(pauses, gaps_s(stages, max_in_flight=max_in_flight), strict=True):
                 all_pauses.extend(found if number else ())
     return samples, pauses

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from harness import NOISY_SHARE, CpuWatch, machine, print_result
 
-from kvstore.layout import KVLayout
 from model_runner.kv_cache import TORCH_DTYPES
 from model_runner.model_source import ModelSource, load_config, load_model_info, resolve_model
 from model_runner.native.kernels import NativeKernels, load_kernels, why_not_native
@@ -97,16 +96,7 @@ class Stage:
 
     def __init__(self, source: ModelSource, *, kernels: str, dtype: str) -> None:
         config, info = load_config(source), load_model_info(source, dtype=dtype)
-        layout = KVLayout(
-            model_fingerprint=info.fingerprint,
-            num_layers=info.num_layers,
-            num_planes=info.num_planes,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
-            dtype=dtype,
-            block_tokens=PAGE_TOKENS,
-            layer_group=1,
-        )
+        layout = info.layout(block_tokens=PAGE_TOKENS, layer_group=1)
         num_pages = (max(PREFIXES) + max(CHUNKS)) // PAGE_TOKENS
         spec = split_layers(info.num_layers, 1, layer_group=1)[0]
         self.num_layers = info.num_layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -17,11 +18,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deploy.config import load_cluster_config
+from deploy.gantt import stage_chunks
 from deploy.local import LocalCluster
 from model_runner.model_source import resolve_model
+from moontide.client import MoontideClient
+from moontide.timeline import Timeline
 
 NOISY_SHARE = 0.05
 """Others' share of the machine's CPU above which a run calls itself noisy."""
+
+TIMELINE_TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -52,6 +58,16 @@ class Prompts:
     def take(self, num_tokens: int) -> list[int]:
         start = self._random.randrange(len(self._ids) - num_tokens)
         return self._ids[start : start + num_tokens]
+
+
+async def timeline_of(client: MoontideClient, request_id: str) -> Timeline:
+    """The timeline once the stages' spans have arrived, which is after the last block is sealed."""
+    async with asyncio.timeout(TIMELINE_TIMEOUT_S):
+        while True:
+            found = await client.timeline(request_id)
+            if found is not None and found.outcome and stage_chunks(found):
+                return found
+            await asyncio.sleep(0.05)
 
 
 class CpuWatch:

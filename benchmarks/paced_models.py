@@ -36,6 +36,17 @@ class PacedModel:
             "kv.layer_group=1",
         ]
 
+    def settings_for(self, stages: int) -> list[str]:
+        """A group of so many stages with one layer group each, and few large blocks: so the cores keep up with the pace."""
+        return [
+            *self.settings,
+            f"deploy.stages={stages}",
+            f"kv.layer_group={NUM_LAYERS // stages}",
+            "kv.block_tokens=256",
+            "prefill.num_pages=2048",
+            "decode.num_pages=2048",
+        ]
+
 
 def write_paced_model(root: Path, *, max_context: int = MAX_CONTEXT, **profile: Any) -> PacedModel:
     """Write both below `root`; `profile` are the fields of model_runner.paced.PacedProfile."""

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
+from kvstore.pool import RequestKey
 from model_runner.pages import PageAllocator
 from moontide.errors import BadRequest, Rejected, RejectReason
 
@@ -33,13 +33,6 @@ class Phase(Enum):
     """Everything is in the pages; waits for a place in the batch."""
     RUNNING = "running"
     ENDED = "ended"
-
-
-class RequestKey(NamedTuple):
-    """One attempt of one request."""
-
-    request_id: str
-    epoch: int
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode_node.batch import RequestKey
+from kvstore.pool import RequestKey
 from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
 from moontide.clock import Clock

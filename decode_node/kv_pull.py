@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from decode_node.batch import RequestKey
 from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
+from kvstore.pool import RequestKey
 from model_runner.kv_cache import PagedKVCache
 from moontide.clock import Clock
 from moontide.errors import Internal, MoontideError

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from decode_node.batch import Batch, Phase, RequestKey
+from decode_node.batch import Batch, Phase
 from decode_node.config import DecodeConfig
 from decode_node.engine import Join, Leave, Left, NewToken, StepDone, StepFailed, StepLoop, StepReport, finish_reason
 from decode_node.kv_pull import PullDone, PullJob, PullThread, blocks_per_job
@@ -28,6 +28,7 @@ from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.keys import check_request_id
 from kvstore.layout import KVLayout
+from kvstore.pool import RequestKey
 from model_runner.runner import Runner
 from moontide.clock import Clock
 from moontide.errors import (

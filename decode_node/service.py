@@ -19,7 +19,7 @@ import grpc.aio
 import torch
 from prometheus_client import CollectorRegistry
 
-from decode_node.batch import Phase, RequestKey
+from decode_node.batch import Phase
 from decode_node.config import DecodeNodeConfig
 from decode_node.metrics import DecodeMetrics
 from decode_node.requests import (
@@ -36,6 +36,7 @@ from decode_node.requests import (
 from kvstore.client import StoreClient, StoreNodeClient
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
+from kvstore.pool import RequestKey
 from kvstore.transfer.base import AttachmentLost, Transfer
 from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache

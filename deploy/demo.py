@@ -105,7 +105,7 @@ def findings(first: Answer, found: Timeline, second: Answer) -> list[str]:
     )
     if first.parts is not None and second.parts is not None:
         lines.append(
-            f"The second question found {second.usage.cached_tokens} of its {second.usage.prompt_tokens} tokens in the store: "
+            f"The second question found {second.usage.cached_tokens} of its {second.usage.prompt_tokens} tokens in the cache: "
             f"first token after {second.parts.ttft_s:.2f} s instead of {first.parts.ttft_s:.2f} s."
         )
     return lines

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from moontide.perf_model import makespan_of_times_s
 from moontide.timeline import Span, Timeline, TtftParts
 
 SHADES = ("█", "▒")
@@ -133,12 +134,7 @@ def predicted_makespan_s(stages: Sequence[Sequence[Span]]) -> float:
     """When the last chunk leaves the last stage if every step takes as long as was expected of it; 0 without predictions."""
     if not all(span.predicted_s for spans in stages for span in spans):
         return 0.0
-    ends = [0.0] * len(stages[0])
-    for spans in stages:
-        free_s = 0.0
-        for idx, span in enumerate(spans):
-            free_s = ends[idx] = max(free_s, ends[idx]) + span.predicted_s
-    return ends[-1]
+    return makespan_of_times_s([[span.predicted_s for span in spans] for spans in stages])
 
 
 def stage_table(timeline: Timeline) -> str | None:

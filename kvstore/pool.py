@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kvstore.block import BlockHash
 from kvstore.keys import block_key, check_request_id, partial_key
@@ -31,8 +32,7 @@ _RECHECKS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Ages, counted from the last writer's end, at which objects that are gone are looked for again."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestKey:
+class RequestKey(NamedTuple):
     """One attempt of one request."""
 
     request_id: str

@@ -81,6 +81,19 @@ class ModelInfo:
     dtype: str
     """"float32" or "bfloat16"."""
 
+    def layout(self, *, block_tokens: int, layer_group: int) -> KVLayout:
+        """How its K/V lies in pages and in the store."""
+        return KVLayout(
+            model_fingerprint=self.fingerprint,
+            num_layers=self.num_layers,
+            num_planes=self.num_planes,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            block_tokens=block_tokens,
+            layer_group=layer_group,
+        )
+
 
 def resolve_model(name: str, *, load_format: str = "safetensors") -> ModelSource:
     """Find the model `name`: a directory, or the built-in model, which is prepared on first use.
@@ -244,15 +257,6 @@ def describe_model(model: ModelConfig, kv: KvConfig) -> DescribedModel:
     source = resolve_model(model.name, load_format=model.load_format)
     dtype = default_dtype(model.device) if model.dtype == "auto" else model.dtype
     info = load_model_info(source, dtype=dtype)
-    one_layer = KVLayout(
-        model_fingerprint=info.fingerprint,
-        num_layers=info.num_layers,
-        num_planes=info.num_planes,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=dtype,
-        block_tokens=kv.block_tokens,
-        layer_group=1,
-    )
+    one_layer = info.layout(block_tokens=kv.block_tokens, layer_group=1)
     layer_group = kv.layer_group or choose_layer_group(info.num_layers, one_layer.layer_bytes)
     return DescribedModel(source, info, replace(one_layer, layer_group=layer_group))

@@ -156,7 +156,7 @@ class PacedRunner:
         assert given is not None
         assert given.shape[0] == sum(segment.num_tokens for segment in segments), "rows and segments differ"
         pages_T, slots_T, positions_T = self._places(segments)
-        step_s = self._pace.time_s(_shape(segments))
+        step_s = self._pace.time_s(StepShape.of_chunks((each.num_tokens, each.start) for each in segments))
         for group_idx in self.kv.groups:
             layers = self._layout.group_layers(group_idx)
             for layer_idx in layers:
@@ -215,10 +215,3 @@ def paced_kv(layer_idx: int, positions_T: Tensor, *, head_dim: int) -> Tensor:
     numbers_T = (positions_T + layer_idx * _LAYER_STRIDE) % 2**32
     shifts_H = torch.arange(head_dim) % 4 * 8
     return numbers_T[:, None] >> shifts_H & 255
-
-
-def _shape(segments: Sequence[Segment]) -> StepShape:
-    shape = StepShape(0, 0.0)
-    for segment in segments:
-        shape += StepShape.of_chunk(segment.num_tokens, segment.start)
-    return shape

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,11 @@ class StepShape:
     @classmethod
     def of_chunk(cls, num_tokens: int, prefix_tokens: int) -> StepShape:
         return cls(num_tokens, num_tokens * (prefix_tokens + num_tokens / 2))
+
+    @classmethod
+    def of_chunks(cls, chunks: Iterable[tuple[int, int]]) -> StepShape:
+        """Of several chunks that share a step: (tokens, tokens before them) each."""
+        return sum(itertools.starmap(cls.of_chunk, chunks), cls(0, 0.0))
 
     def __add__(self, other: StepShape) -> StepShape:
         return StepShape(self.tokens + other.tokens, self.pairs + other.pairs)
@@ -105,12 +110,17 @@ class StepSample:
 
 
 def makespan_s(steps: Sequence[StepShape], stages: Sequence[StepModel]) -> float:
-    """When the last of some steps leaves the last stage: each waits for the stage and for the step before it there."""
-    ends = [0.0] * len(steps)
-    for stage in stages:
+    """When the last of some steps leaves the last stage."""
+    return makespan_of_times_s([[stage.time_s(shape) for shape in steps] for stage in stages])
+
+
+def makespan_of_times_s(stages: Sequence[Sequence[float]]) -> float:
+    """The same for known times of every step on every stage: each waits for the stage and for the step before it there."""
+    ends = [0.0] * len(stages[0])
+    for times_s in stages:
         free_s = 0.0
-        for idx, shape in enumerate(steps):
-            free_s = ends[idx] = max(free_s, ends[idx]) + stage.time_s(shape)
+        for idx, time_s in enumerate(times_s):
+            free_s = ends[idx] = max(free_s, ends[idx]) + time_s
     return ends[-1] if ends else 0.0
 
 

@@ -96,16 +96,20 @@ class ChunkPlanner:
             num_chunks: float = math.ceil(fewest)
             longest_tokens = min(tokens, self._chunk_tokens)
             longest = StepShape.of_chunk(longest_tokens, num_tokens - longest_tokens)
-            chunk_s = self._slowest_s(_mean_chunk(shape, num_chunks))
-            longest_s = self._slowest_s(longest)
+            chunk_s = self.slowest_s(_mean_chunk(shape, num_chunks))
+            longest_s = self.slowest_s(longest)
         else:
             planned = max(stage.num_steps(step_s, cursor, num_tokens) for stage in self._stages)
             num_chunks = min(max(planned, fewest), most)
             longest = _mean_chunk(shape, num_chunks)
-            chunk_s = longest_s = step_s if num_chunks == planned else self._slowest_s(longest)
+            chunk_s = longest_s = step_s if num_chunks == planned else self.slowest_s(longest)
         times_s = [stage.time_s(longest) for stage in self._stages]
         fill = sum(times_s) / max(times_s) - 1 if longest_s else 0.0
         return num_chunks * chunk_s + fill * longest_s
+
+    def slowest_s(self, shape: StepShape) -> float:
+        """Expected time of a step on the stage that takes longest; 0 while nothing is known."""
+        return max((stage.time_s(shape) for stage in self._stages), default=0.0)
 
     def has_room(self, shape: StepShape, extra: StepShape) -> bool:
         """Whether a step gets better by `extra`: while its overhead is much of its time, or it is below the knee."""
@@ -125,23 +129,20 @@ class ChunkPlanner:
             first_token += chunks[-1]
         return chunks
 
-    def _slowest_s(self, shape: StepShape) -> float:
-        return max(stage.time_s(shape) for stage in self._stages)
-
     def _is_cheaper(self, cursor: int, chunk: int, rest: int, step_s: float) -> bool:
         """Whether one chunk of `rest` tokens keeps the group busy for less time than a chunk and a small one after it.
 
         A small chunk pays the overhead and the knee once more; a chunk longer than the others is awaited by every other stage.
         """
-        one_s = self._slowest_s(StepShape.of_chunk(rest, cursor))
-        first_s = self._slowest_s(StepShape.of_chunk(chunk, cursor))
-        second_s = self._slowest_s(StepShape.of_chunk(rest - chunk, cursor + chunk))
+        one_s = self.slowest_s(StepShape.of_chunk(rest, cursor))
+        first_s = self.slowest_s(StepShape.of_chunk(chunk, cursor))
+        second_s = self.slowest_s(StepShape.of_chunk(rest - chunk, cursor + chunk))
         return one_s + (len(self._stages) - 1) * max(0.0, one_s - step_s) <= first_s + second_s
 
     def _block_s(self, num_tokens: int) -> float:
         """The last block of a prompt fits a step, and so does every one before."""
         block = self._block_tokens
-        return self._slowest_s(StepShape.of_chunk(block, max(0, num_tokens - block)))
+        return self.slowest_s(StepShape.of_chunk(block, max(0, num_tokens - block)))
 
     def _step_near_knee_s(self, stage: StepModel, first_token: int, num_tokens: int) -> float:
         """The best step when the last chunks, which attend to the most, are below the knee if the first are not far above."""

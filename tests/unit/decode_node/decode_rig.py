@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from decode_node.batch import RequestKey
 from decode_node.config import DecodeConfig
 from decode_node.metrics import DecodeMetrics
 from decode_node.requests import (
@@ -29,6 +28,7 @@ from decode_node.requests import (
 from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
+from kvstore.pool import RequestKey
 from kvstore.transfer.base import GetItem, GetStatus, PutStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.kv_cache import PagedKVCache

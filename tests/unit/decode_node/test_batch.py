@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from decode_node.batch import Batch, Phase, RequestKey
+from decode_node.batch import Batch, Phase
+from kvstore.pool import RequestKey
 from moontide.errors import BadRequest, Rejected, RejectReason
 
 NUM_PAGES = 12

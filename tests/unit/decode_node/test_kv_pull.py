@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from decode_node.batch import RequestKey
 from decode_node.kv_pull import PullDone, PullJob, PullThread, blocks_per_job
 from kvstore.client import BlockRef, StoreClient
+from kvstore.pool import RequestKey
 from kvstore.transfer.memory import MemoryStore
 from moontide.clock import MonotonicClock
 from tests.unit.decode_node.decode_rig import TIMEOUT_S, GatedTransfer, Prefill, load_runner

@@ -16,17 +16,7 @@ PAGE_TOKENS = 16
 
 def make_layout(source: ModelSource, *, dtype: str = "float32", layer_group: int = 1) -> KVLayout:
     """A layout of one layer per group by default, so that any layer may be a stage border."""
-    info = load_model_info(source, dtype=dtype)
-    return KVLayout(
-        model_fingerprint=info.fingerprint,
-        num_layers=info.num_layers,
-        num_planes=info.num_planes,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=dtype,
-        block_tokens=PAGE_TOKENS,
-        layer_group=layer_group,
-    )
+    return load_model_info(source, dtype=dtype).layout(block_tokens=PAGE_TOKENS, layer_group=layer_group)
 
 
 def load_stages(
