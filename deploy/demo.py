@@ -77,7 +77,9 @@ async def _ask(cluster: LocalCluster, document: str, console: Console) -> None:
         console.heading("Where the time to the first token went")
         if first.parts is not None:
             print(ttft_table(first.parts, client_ttft_s=first.client_ttft_s))
-        console.heading("What every part did, over time (numbers are the chunks of the prompt)")
+        console.heading(
+            "What every part did, over time (the shades are its chunks in turn, numbered where there is room)"
+        )
         print_timeline(found, console, with_parts=False)
 
         console.heading(f"Q: {SECOND_QUESTION}   (same document)")
