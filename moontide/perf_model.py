@@ -116,7 +116,7 @@ def makespan_s(steps: Sequence[StepShape], stages: Sequence[StepModel]) -> float
 
 def makespan_of_times_s(stages: Sequence[Sequence[float]]) -> float:
     """The same for known times of every step on every stage: each waits for the stage and for the step before it there."""
-    ends = [0.0] * len(stages[0])
+    ends = [0.0] * len(stages[0]) if stages else []
     for times_s in stages:
         free_s = 0.0
         for idx, time_s in enumerate(times_s):
