@@ -51,6 +51,11 @@ class AttemptSpec:
     cache_salt: str
     deadline: Deadline
 
+    @property
+    def needs_decode(self) -> bool:
+        """Whether tokens may follow the first one of this attempt."""
+        return self.output_idx + 1 < self.sampling.max_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillParts:
@@ -130,9 +135,14 @@ class Attempt:
         self.started_s = clock.now()
 
     def start(self) -> None:
-        """Open the decode side, then call prefill."""
+        """Open the decode side, if there will be anything to decode, then call prefill."""
         spec = self._spec
         self.started_s = self._clock.now()
+        if spec.needs_decode:
+            self._open_decode(spec)
+        self._prefill = self._background.spawn(self._call_prefill(), f"prefill {spec.request_id}")
+
+    def _open_decode(self, spec: AttemptSpec) -> None:
         opening = decode_pb2.DecodeOpen(
             token_ids=pack_token_ids(spec.token_ids),
             sampling=spec.sampling.to_proto(),
@@ -142,7 +152,6 @@ class Attempt:
         )
         self._decode_is_open = True
         self._session.open(self._command(open=opening), self._deliver)
-        self._prefill = self._background.spawn(self._call_prefill(), f"prefill {spec.request_id}")
 
     async def next_event(self) -> AttemptEvent:
         """The next thing that matters to the request.
@@ -174,9 +183,8 @@ class Attempt:
         """
         self._is_closed = True
         self._session.forget(self._spec.request_id, self._spec.epoch)
-        if self._decode_is_open:
-            self._decode_is_open = False
-            self._session.send(self._command(cancel=decode_pb2.DecodeCancel()))
+        self._send_to_decode(cancel=decode_pb2.DecodeCancel())
+        self._decode_is_open = False
         if self._prefill is not None and not fill_cache:
             self._prefill.cancel()
         if self._store_address is not None:
@@ -225,7 +233,7 @@ class Attempt:
             self._leases.hold(self._store_address, self._spec.request_id, self._spec.epoch)
             return Accepted(hit_tokens=message.accepted.hit_tokens)
         if kind == "sealed":
-            self._session.send(self._command(sealed=decode_pb2.DecodeSealed(num_blocks=message.sealed.num_blocks)))
+            self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=message.sealed.num_blocks))
             return None
         if kind == "first_token":
             self._first = message.first_token.token
@@ -247,8 +255,8 @@ class Attempt:
         self._completed_s = arrived_s
         self._add_remote(completed.spans, arrived_s - completed.age_s)
         # Whatever the events said, decode must know that all full blocks are there before it is started.
-        self._session.send(self._command(sealed=decode_pb2.DecodeSealed(num_blocks=completed.num_blocks)))
-        self._session.send(self._command(start=decode_pb2.DecodeStart(first_token=self._first)))
+        self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=completed.num_blocks))
+        self._send_to_decode(start=decode_pb2.DecodeStart(first_token=self._first))
         return PrefillOver()
 
     def _on_decode(self, message: decode_pb2.DecodeEvent, arrived_s: float) -> AttemptEvent | None:
@@ -305,6 +313,17 @@ class Attempt:
 
     def _deliver(self, message: _Message) -> None:
         self._inbox.put_nowait((message, self._clock.now()))
+
+    def _send_to_decode(
+        self,
+        *,
+        sealed: decode_pb2.DecodeSealed | None = None,
+        start: decode_pb2.DecodeStart | None = None,
+        cancel: decode_pb2.DecodeCancel | None = None,
+    ) -> None:
+        """Nothing without an open decode side."""
+        if self._decode_is_open:
+            self._session.send(self._command(sealed=sealed, start=start, cancel=cancel))
 
     def _command(
         self,

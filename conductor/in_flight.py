@@ -25,9 +25,10 @@ class InFlight:
     def is_empty(self) -> bool:
         return not self._prefill and not self._decode
 
-    def begin(self, attempt_id: str, *, prefill_node: str, tokens: int, decode_node: str, now_s: float) -> None:
+    def begin(self, attempt_id: str, *, prefill_node: str, tokens: int, decode_node: str | None, now_s: float) -> None:
         self._prefill[attempt_id] = _Item(prefill_node, tokens, now_s)
-        self._decode[attempt_id] = _Item(decode_node, 1, now_s)
+        if decode_node is not None:
+            self._decode[attempt_id] = _Item(decode_node, 1, now_s)
 
     def prefill_done(self, attempt_id: str) -> None:
         self._prefill.pop(attempt_id, None)

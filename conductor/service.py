@@ -261,13 +261,14 @@ class Conductor:
     async def _attempt(self, request: _Request, epoch: int) -> AsyncGenerator[OutputDelta, None]:
         """Raises: AttemptFailed; DeadlineExceeded; NoCapacity."""
         choice = await self._choose(request, may_wait=epoch > 1)
-        attempt = self._new_attempt(request, epoch, choice)
+        spec = _attempt_spec(request, epoch)
+        attempt = self._new_attempt(request, spec, choice)
         attempt_id = f"{request.node_request_id} {epoch}"
         self._in_flight.begin(
             attempt_id,
             prefill_node=choice.prefill.node_id,
             tokens=max(1, len(request.prompt) - choice.hit_blocks * _layout(choice.prefill.layout_json).block_tokens),
-            decode_node=choice.decode.node_id,
+            decode_node=choice.decode.node_id if spec.needs_decode else None,
             now_s=self.clock.now(),
         )
         fill_cache = False
@@ -398,26 +399,16 @@ class Conductor:
             block_tokens=layout.block_tokens,
         )
 
-    def _new_attempt(self, request: _Request, epoch: int, choice: Choice) -> Attempt:
-        sent = request.answer.token_ids
-        spec = AttemptSpec(
-            request_id=request.node_request_id,
-            epoch=epoch,
-            token_ids=np.concatenate([request.prompt, np.asarray(sent, np.uint32)]),
-            output_idx=len(sent),
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            deadline=request.deadline,
-        )
+    def _new_attempt(self, request: _Request, spec: AttemptSpec, choice: Choice) -> Attempt:
         log.info(
             "request dispatched",
             request_id=request.request_id,
             node_request_id=request.node_request_id,
-            epoch=epoch,
+            epoch=spec.epoch,
             prompt_tokens=len(request.prompt),
             hit_blocks=choice.hit_blocks,
             prefill=choice.prefill.node_id,
-            decode=choice.decode.node_id,
+            decode=choice.decode.node_id if spec.needs_decode else "none: one token",
         )
         return Attempt(
             spec,
@@ -485,6 +476,19 @@ class Conductor:
             self._idle.clear()
         else:
             self._idle.set()
+
+
+def _attempt_spec(request: _Request, epoch: int) -> AttemptSpec:
+    sent = request.answer.token_ids
+    return AttemptSpec(
+        request_id=request.node_request_id,
+        epoch=epoch,
+        token_ids=np.concatenate([request.prompt, np.asarray(sent, np.uint32)]),
+        output_idx=len(sent),
+        sampling=request.sampling,
+        cache_salt=request.cache_salt,
+        deadline=request.deadline,
+    )
 
 
 @lru_cache(maxsize=16)

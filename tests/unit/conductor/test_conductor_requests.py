@@ -42,13 +42,21 @@ async def test_max_tokens_ends_for_length_and_counts_usage(front: Front) -> None
     await front.settle()
 
 
-async def test_first_token_can_end_the_request_and_its_prompt_is_still_cached(front: Front) -> None:
-    prefill = front.cluster.prefill[0]
+@pytest.mark.parametrize("only_one_was_asked_for", [True, False])
+async def test_first_token_can_end_the_request_and_its_prompt_is_still_cached(
+    front: Front, only_one_was_asked_for: bool
+) -> None:
+    prefill, decode = front.cluster.prefill[0], front.cluster.decode[0]
     prefill.may_complete.clear()
-    deltas = await front.generate(max_tokens=1)
+    if only_one_was_asked_for:
+        deltas = await front.generate(max_tokens=1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert not decode.opened, "there is nothing to decode"
+    else:
+        deltas = await front.generate(stop_token_ids=(front.answer_ids[0],))
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        await until(lambda: len(decode.cancelled) == 1)
     assert tokens_of(deltas) == front.answer_ids[:1]
-    assert deltas[-1].finish_reason is FinishReason.LENGTH
-    await until(lambda: len(front.cluster.decode[0].cancelled) == 1)
     assert prefill.open, "the answer is over, but prefill goes on sealing"
     prefill.may_complete.set()
     await front.settle()
