@@ -44,10 +44,12 @@ class DecodeSealed(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("first_token",)
+    __slots__ = ("first_token", "store_address")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     first_token: _common_pb2.Token
-    def __init__(self, first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ...) -> None: ...
+    store_address: str
+    def __init__(self, first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ()

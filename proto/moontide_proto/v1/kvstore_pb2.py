@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoontide_proto/v1/kvstore.proto\x12\x0bmoontide.v1\",\n\x15RegisterLayoutRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\"7\n\x13RegisterLayoutReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x9b\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0bhas_partial\x18\x06 \x01(\x08\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\"\xcb\x01\n\x0cReserveReply\x12\x30\n\x06result\x18\x01 \x01(\x0e\x32 .moontide.v1.ReserveReply.Result\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x14\n\x0cneeded_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\"G\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x0c\n\x08RESERVED\x10\x01\x12\x08\n\x04WAIT\x10\x02\x12\r\n\tTOO_LARGE\x10\x03\"Y\n\x0bSealRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\x0b\n\tSealReply\"4\n\x0cRenewRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\")\n\nRenewReply\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t\"3\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x0e\n\x0cReleaseReply\"\x15\n\x13KvStoreStatsRequest\"\xbb\x01\n\x0cKvStoreStats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x15\n\rsealed_blocks\x18\x05 \x01(\r\x12\x14\n\x0creservations\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x19\n\x11objects_to_remove\x18\x08 \x01(\r2\xa7\x03\n\x07KvStore\x12V\n\x0eRegisterLayout\x12\".moontide.v1.RegisterLayoutRequest\x1a .moontide.v1.RegisterLayoutReply\x12\x41\n\x07Reserve\x12\x1b.moontide.v1.ReserveRequest\x1a\x19.moontide.v1.ReserveReply\x12\x38\n\x04Seal\x12\x18.moontide.v1.SealRequest\x1a\x16.moontide.v1.SealReply\x12;\n\x05Renew\x12\x19.moontide.v1.RenewRequest\x1a\x17.moontide.v1.RenewReply\x12\x41\n\x07Release\x12\x1b.moontide.v1.ReleaseRequest\x1a\x19.moontide.v1.ReleaseReply\x12G\n\x08GetStats\x12 .moontide.v1.KvStoreStatsRequest\x1a\x19.moontide.v1.KvStoreStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoontide_proto/v1/kvstore.proto\x12\x0bmoontide.v1\",\n\x15RegisterLayoutRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\"7\n\x13RegisterLayoutReply\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x9b\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0bhas_partial\x18\x06 \x01(\x08\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\"\xf5\x01\n\x0cReserveReply\x12\x30\n\x06result\x18\x01 \x01(\x0e\x32 .moontide.v1.ReserveReply.Result\x12\x12\n\nhit_blocks\x18\x02 \x01(\r\x12\x14\n\x0cneeded_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07segment\x18\x05 \x01(\t\x12\x17\n\x0fpromoted_blocks\x18\x06 \x01(\r\"G\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x0c\n\x08RESERVED\x10\x01\x12\x08\n\x04WAIT\x10\x02\x12\r\n\tTOO_LARGE\x10\x03\"Y\n\x0bSealRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\x0b\n\tSealReply\"4\n\x0cRenewRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\")\n\nRenewReply\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t\"3\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x0e\n\x0cReleaseReply\"\x15\n\x13KvStoreStatsRequest\"\x9b\x02\n\x0cKvStoreStats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x15\n\rsealed_blocks\x18\x05 \x01(\r\x12\x14\n\x0creservations\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x19\n\x11objects_to_remove\x18\x08 \x01(\r\x12\x1a\n\x12ssd_capacity_bytes\x18\t \x01(\x04\x12\x16\n\x0essd_used_bytes\x18\n \x01(\x04\x12\x12\n\nssd_blocks\x18\x0b \x01(\r\x12\x16\n\x0ereplica_blocks\x18\x0c \x01(\r\"g\n\x10ReplicateRequest\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"$\n\x0eReplicateReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\'\n\x11ListBlocksRequest\x12\x12\n\nmax_blocks\x18\x01 \x01(\r\"\x94\x01\n\tBlockInfo\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04tier\x18\x04 \x01(\t\x12\x11\n\tis_sealed\x18\x05 \x01(\x08\x12\x12\n\nreferences\x18\x06 \x01(\r\x12\x0c\n\x04uses\x18\x07 \x01(\r\x12\x0e\n\x06idle_s\x18\x08 \x01(\x01\"7\n\x0c\x45victRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"G\n\nEvictReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_pinned\x18\x03 \x01(\r\"9\n\rVerifyRequest\x12\x12\n\nmax_blocks\x18\x01 \x01(\r\x12\x14\n\x0c\x64rop_damaged\x18\x02 \x01(\x08\"_\n\x0bVerifyReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_missing\x18\x02 \x01(\r\x12\x13\n\x0bnum_damaged\x18\x03 \x01(\r\x12\x12\n\nbad_hashes\x18\x04 \x01(\x0c\x32\xb5\x05\n\x07KvStore\x12V\n\x0eRegisterLayout\x12\".moontide.v1.RegisterLayoutRequest\x1a .moontide.v1.RegisterLayoutReply\x12\x41\n\x07Reserve\x12\x1b.moontide.v1.ReserveRequest\x1a\x19.moontide.v1.ReserveReply\x12\x38\n\x04Seal\x12\x18.moontide.v1.SealRequest\x1a\x16.moontide.v1.SealReply\x12;\n\x05Renew\x12\x19.moontide.v1.RenewRequest\x1a\x17.moontide.v1.RenewReply\x12\x41\n\x07Release\x12\x1b.moontide.v1.ReleaseRequest\x1a\x19.moontide.v1.ReleaseReply\x12G\n\x08GetStats\x12 .moontide.v1.KvStoreStatsRequest\x1a\x19.moontide.v1.KvStoreStats\x12G\n\tReplicate\x12\x1d.moontide.v1.ReplicateRequest\x1a\x1b.moontide.v1.ReplicateReply\x12\x46\n\nListBlocks\x12\x1e.moontide.v1.ListBlocksRequest\x1a\x16.moontide.v1.BlockInfo0\x01\x12;\n\x05\x45vict\x12\x19.moontide.v1.EvictRequest\x1a\x17.moontide.v1.EvictReply\x12>\n\x06Verify\x12\x1a.moontide.v1.VerifyRequest\x1a\x18.moontide.v1.VerifyReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,25 +38,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST']._serialized_start=152
   _globals['_RESERVEREQUEST']._serialized_end=307
   _globals['_RESERVEREPLY']._serialized_start=310
-  _globals['_RESERVEREPLY']._serialized_end=513
-  _globals['_RESERVEREPLY_RESULT']._serialized_start=442
-  _globals['_RESERVEREPLY_RESULT']._serialized_end=513
-  _globals['_SEALREQUEST']._serialized_start=515
-  _globals['_SEALREQUEST']._serialized_end=604
-  _globals['_SEALREPLY']._serialized_start=606
-  _globals['_SEALREPLY']._serialized_end=617
-  _globals['_RENEWREQUEST']._serialized_start=619
-  _globals['_RENEWREQUEST']._serialized_end=671
-  _globals['_RENEWREPLY']._serialized_start=673
-  _globals['_RENEWREPLY']._serialized_end=714
-  _globals['_RELEASEREQUEST']._serialized_start=716
-  _globals['_RELEASEREQUEST']._serialized_end=767
-  _globals['_RELEASEREPLY']._serialized_start=769
-  _globals['_RELEASEREPLY']._serialized_end=783
-  _globals['_KVSTORESTATSREQUEST']._serialized_start=785
-  _globals['_KVSTORESTATSREQUEST']._serialized_end=806
-  _globals['_KVSTORESTATS']._serialized_start=809
-  _globals['_KVSTORESTATS']._serialized_end=996
-  _globals['_KVSTORE']._serialized_start=999
-  _globals['_KVSTORE']._serialized_end=1422
+  _globals['_RESERVEREPLY']._serialized_end=555
+  _globals['_RESERVEREPLY_RESULT']._serialized_start=484
+  _globals['_RESERVEREPLY_RESULT']._serialized_end=555
+  _globals['_SEALREQUEST']._serialized_start=557
+  _globals['_SEALREQUEST']._serialized_end=646
+  _globals['_SEALREPLY']._serialized_start=648
+  _globals['_SEALREPLY']._serialized_end=659
+  _globals['_RENEWREQUEST']._serialized_start=661
+  _globals['_RENEWREQUEST']._serialized_end=713
+  _globals['_RENEWREPLY']._serialized_start=715
+  _globals['_RENEWREPLY']._serialized_end=756
+  _globals['_RELEASEREQUEST']._serialized_start=758
+  _globals['_RELEASEREQUEST']._serialized_end=809
+  _globals['_RELEASEREPLY']._serialized_start=811
+  _globals['_RELEASEREPLY']._serialized_end=825
+  _globals['_KVSTORESTATSREQUEST']._serialized_start=827
+  _globals['_KVSTORESTATSREQUEST']._serialized_end=848
+  _globals['_KVSTORESTATS']._serialized_start=851
+  _globals['_KVSTORESTATS']._serialized_end=1134
+  _globals['_REPLICATEREQUEST']._serialized_start=1136
+  _globals['_REPLICATEREQUEST']._serialized_end=1239
+  _globals['_REPLICATEREPLY']._serialized_start=1241
+  _globals['_REPLICATEREPLY']._serialized_end=1277
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=1279
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=1318
+  _globals['_BLOCKINFO']._serialized_start=1321
+  _globals['_BLOCKINFO']._serialized_end=1469
+  _globals['_EVICTREQUEST']._serialized_start=1471
+  _globals['_EVICTREQUEST']._serialized_end=1526
+  _globals['_EVICTREPLY']._serialized_start=1528
+  _globals['_EVICTREPLY']._serialized_end=1599
+  _globals['_VERIFYREQUEST']._serialized_start=1601
+  _globals['_VERIFYREQUEST']._serialized_end=1658
+  _globals['_VERIFYREPLY']._serialized_start=1660
+  _globals['_VERIFYREPLY']._serialized_end=1755
+  _globals['_KVSTORE']._serialized_start=1758
+  _globals['_KVSTORE']._serialized_end=2451
 # @@protoc_insertion_point(module_scope)

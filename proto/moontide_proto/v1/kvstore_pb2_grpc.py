@@ -64,6 +64,26 @@ class KvStoreStub:
                 request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStatsRequest.SerializeToString,
                 response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStats.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/moontide.v1.KvStore/Replicate',
+                request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.FromString,
+                _registered_method=True)
+        self.ListBlocks = channel.unary_stream(
+                '/moontide.v1.KvStore/ListBlocks',
+                request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.BlockInfo.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/moontide.v1.KvStore/Evict',
+                request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.EvictReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/moontide.v1.KvStore/Verify',
+                request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.VerifyReply.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -109,6 +129,34 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Copies sealed blocks that another host holds into this host's segment. Best effort: what does not fit is not copied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBlocks(self, request, context):
+        """For operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Drops cold blocks, `removed` published first; pinned ones stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads sealed blocks back and compares their trailers and checksums.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +189,26 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStatsRequest.FromString,
                     response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStats.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.ListBlocksRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.BlockInfo.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.EvictRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.EvictReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.VerifyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +373,114 @@ class KvStore:
             '/moontide.v1.KvStore/GetStats',
             moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStatsRequest.SerializeToString,
             moontide__proto_dot_v1_dot_kvstore__pb2.KvStoreStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moontide.v1.KvStore/Replicate',
+            moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moontide.v1.KvStore/ListBlocks',
+            moontide__proto_dot_v1_dot_kvstore__pb2.ListBlocksRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_kvstore__pb2.BlockInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moontide.v1.KvStore/Evict',
+            moontide__proto_dot_v1_dot_kvstore__pb2.EvictRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_kvstore__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moontide.v1.KvStore/Verify',
+            moontide__proto_dot_v1_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_kvstore__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,
