@@ -1,10 +1,12 @@
 """How much faster a prefill group of two stages is than one: TTFT and makespan of one long prompt, through the public API.
 
-1. The built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, up at the same time and
-   asked in turn, so that a slow moment hits both. A stage process has one compute thread: two stages are two "nodes".
+1. The built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, in turn, so that a slow
+   moment hits both. A stage process has one compute thread: two stages are two "nodes". One cluster is up at a time: an idle one
+   beside it would take its few per cent from the side that uses both cores.
 2. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
 
-The first run of each side is a warm-up and left out. A series in which other programs used more than 5 % of the CPU is repeated.
+Each cluster first gets a prompt of a quarter of the length, which is left out. A series in which other programs used more than 5 %
+of the CPU is repeated.
 """
 
 from __future__ import annotations
@@ -95,18 +97,32 @@ def measure(ttft_s: float, timeline: Timeline) -> Run:
 
 
 def compare(
-    name: str, settings: Sequence[str], take: Callable[[], Sequence[int]], *, stages: Sequence[int], runs: int
+    name: str,
+    settings: Sequence[str],
+    take: Callable[[int], Sequence[int]],
+    *,
+    num_tokens: int,
+    stages: Sequence[int],
+    runs: int,
 ) -> Series:
-    """Ask one cluster per number of stages in turn, each prompt once; again while the machine is noisy."""
+    """Ask a cluster of each number of stages in turn, with the same prompt; again while the machine is noisy."""
     for attempt in range(1, MOST_ATTEMPTS + 1):
-        with (
-            cluster([*settings, f"deploy.stages={stages[0]}"]) as one,
-            cluster([*settings, f"deploy.stages={stages[1]}"]) as more,
-        ):
-            watch = CpuWatch()
-            addresses = {stages[0]: one.grpc_address, stages[1]: more.grpc_address}
-            found = asyncio.run(_ask_in_turn(name, addresses, take, runs=runs))
-            series = Series(found, watch.others_share())
+        results: dict[int, list[Run]] = {count: [] for count in stages}
+        shares: list[float] = []
+        for number in range(runs):
+            warm_up, prompt = take(num_tokens // 4), take(num_tokens)
+            for count in stages if number % 2 else reversed(stages):
+                with cluster([*settings, f"deploy.stages={count}"]) as running:
+                    run, others_share = asyncio.run(_ask_twice(running.grpc_address, warm_up, prompt))
+                print(
+                    f"{name}  run {number}  P={count}  TTFT {run.ttft_s:7.3f} s  "
+                    f"makespan {run.makespan_s:7.3f} s (predicted {run.predicted_s:7.3f})  {run.num_chunks} chunks  "
+                    f"overlap {run.overlap_of_ideal:.3f} of ideal  tau {run.tau_s * 1000:.2f} ms  others {others_share:.1%}",
+                    flush=True,
+                )
+                results[count].append(run)
+                shares.append(others_share)
+        series = Series(results, median(shares))
         if series.others_share <= NOISY_SHARE:
             break
         print(
@@ -116,29 +132,12 @@ def compare(
     return series
 
 
-async def _ask_in_turn(
-    name: str, addresses: dict[int, str], take: Callable[[], Sequence[int]], *, runs: int
-) -> dict[int, list[Run]]:
-    results: dict[int, list[Run]] = {stages: [] for stages in addresses}
-    clients = {stages: MoontideClient(address) for stages, address in addresses.items()}
-    try:
-        for number in range(runs + 1):
-            prompt = take()
-            order = list(clients) if number % 2 else list(reversed(clients))
-            for stages in order:
-                run = await ask(clients[stages], prompt)
-                print(
-                    f"{name}  run {number}{' (warm-up)' if number == 0 else ''}  P={stages}  TTFT {run.ttft_s:7.3f} s  "
-                    f"makespan {run.makespan_s:7.3f} s (predicted {run.predicted_s:7.3f})  {run.num_chunks} chunks  "
-                    f"overlap {run.overlap_of_ideal:.3f} of ideal  tau {run.tau_s * 1000:.2f} ms",
-                    flush=True,
-                )
-                if number:
-                    results[stages].append(run)
-    finally:
-        for client in clients.values():
-            await client.close()
-    return results
+async def _ask_twice(address: str, warm_up: Sequence[int], prompt: Sequence[int]) -> tuple[Run, float]:
+    """The run of `prompt`, and the share of the CPU that others had meanwhile."""
+    async with MoontideClient(address) as client:
+        await ask(client, warm_up)
+        watch = CpuWatch()
+        return await ask(client, prompt), watch.others_share()
 
 
 def summary(series: Series, prompt_tokens: int) -> dict[str, Any]:
@@ -213,12 +212,19 @@ def main() -> None:
     args = parser.parse_args()
     source = random.Random(args.seed)
     prompts = Prompts("smollm2", seed=args.seed)
+
+    def take_random(num_tokens: int) -> list[int]:
+        return source.choices(range(256), k=num_tokens)
+
     with tempfile.TemporaryDirectory() as folder:
-        smollm2 = compare("smollm2", args.set, lambda: prompts.take(args.smollm2_tokens), stages=(1, 2), runs=args.runs)
+        smollm2 = compare(
+            "smollm2", args.set, prompts.take, num_tokens=args.smollm2_tokens, stages=(1, 2), runs=args.runs
+        )
         dummy = compare(
             "dummy",
             [*write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set],
-            lambda: source.choices(range(256), k=args.dummy_tokens),
+            take_random,
+            num_tokens=args.dummy_tokens,
             stages=(1, 2),
             runs=max(2, args.runs - 2),
         )
@@ -232,7 +238,8 @@ def main() -> None:
                 "decode.num_pages=1024",
                 *args.set,
             ],
-            lambda: source.choices(range(256), k=args.paced_tokens),
+            take_random,
+            num_tokens=args.paced_tokens,
             stages=(4, 8),
             runs=2,
         )
