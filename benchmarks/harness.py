@@ -8,8 +8,9 @@ import os
 import platform
 import random
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,15 +30,18 @@ NOISY_SHARE = 0.05
 
 TIMELINE_TIMEOUT_S = 60.0
 
+# What benchmarks share with the tests is no installed package.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 
 @contextmanager
-def cluster(settings: Sequence[str]) -> Iterator[LocalCluster]:
-    """A cluster of plain processes that is ready, with free ports; stopped on exit."""
+def cluster(settings: Sequence[str], *, launch: Callable[..., LocalCluster] = LocalCluster) -> Iterator[LocalCluster]:
+    """A cluster of plain processes that is ready, with free ports; stopped on exit. `launch` makes it."""
     config = load_cluster_config(
         overrides=["deploy.launcher=process", "deploy.http_port=0", "deploy.grpc_port=0", *settings]
     )
     source = resolve_model(config.model.name, load_format=config.model.load_format)
-    running = LocalCluster(config, model_dir=source.path, model_id=source.model_id)
+    running = launch(config, model_dir=source.path, model_id=source.model_id)
     try:
         running.start()
         running.wait_ready()
@@ -111,7 +115,7 @@ def _busy_ticks() -> int:
 
 
 def _own_ticks() -> int:
-    """CPU ticks of this process and its descendants that live now."""
+    """CPU ticks of this process, its descendants that live now, and those whose end their parents have seen."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -122,7 +126,7 @@ def _own_ticks() -> int:
         except (OSError, IndexError):
             continue
         parents[int(entry.name)] = int(fields[1])
-        ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
+        ticks[int(entry.name)] = sum(map(int, fields[11:15]))
     own = {os.getpid()}
     grown = True
     while grown:

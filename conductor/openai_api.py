@@ -30,6 +30,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1
 """What a client that was refused for lack of capacity is told to wait."""
 
+CLIENT_CLOSED_REQUEST = 499
+"""What proxies log when a client hangs up."""
 CLIENT_STALL_S = 60.0
 """A client that reads nothing of its stream for so long is dropped, and its request with it."""
 
@@ -194,7 +196,8 @@ class OpenAiApi:
         try:
             return await handler(request)
         except ConnectionError:
-            raise  # the client is gone: nobody reads an answer
+            # The client is gone and nobody reads this; without a response the library would log a traceback.
+            return web.Response(status=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             response = self._error_response(request, error)
         if (request_id := request.headers.get(REQUEST_ID_HEADER)) is not None:

@@ -75,10 +75,6 @@ class Tokenizer:
         config = read_json(model_dir / "tokenizer_config.json", required=False)
         return cls(core, config, _find_template(model_dir, config))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     async def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         """Token ids, [n] uint32. `add_special_tokens` adds what the model expects around a bare prompt (BOS, for most)."""
         return await asyncio.to_thread(self.encode_blocking, text, add_special_tokens=add_special_tokens)

@@ -229,7 +229,9 @@ async def test_client_that_goes_away_cancels_the_request(front: Front, stream: b
     assert len(front.cluster.decode[0].cancelled) == 1
 
 
-async def test_client_that_reads_nothing_is_dropped(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_reads_nothing_is_dropped(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("conductor.openai_api.CLIENT_STALL_S", 0.1)
     async with open_front(model_dir) as front:
         front.cluster.answer[:] = [front.answer_ids[0]] * 10_000
@@ -242,6 +244,7 @@ async def test_client_that_reads_nothing_is_dropped(model_dir: Path, monkeypatch
             client.sendall(head.encode() + body)
             await until(lambda: front.metric("conductor_requests_total", outcome="cancelled") == 1)
             await front.settle()
+    assert "Traceback" not in caplog.text
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
