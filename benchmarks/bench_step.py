@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="most rounds; after nine minutes the last one is cut short"
     )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     started_s = time.monotonic()
     ways = [("torch", "bfloat16"), ("torch", "float32")]
@@ -337,7 +338,7 @@ def main() -> None:
         bench = Bench(
             load_stages(Path(folder), ways),
             {"bfloat16": Products("bfloat16", kernels), "float32": Products("float32", None)},
-            threads=(1, 2),
+            threads=args.threads,
         )
     num_rounds = 0
     while num_rounds < args.rounds and bench.run_round(until_s=started_s + MAX_RUN_S):

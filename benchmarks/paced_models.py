@@ -48,7 +48,9 @@ class PacedModel:
         ]
 
 
-def write_paced_model(root: Path, *, max_context: int = MAX_CONTEXT, **profile: Any) -> PacedModel:
+def write_paced_model(
+    root: Path, *, max_context: int = MAX_CONTEXT, head_dim: int = HEAD_DIM, **profile: Any
+) -> PacedModel:
     """Write both below `root`; `profile` are the fields of model_runner.paced.PacedProfile."""
     directory = root / "paced-model"
     directory.mkdir(parents=True)
@@ -59,7 +61,7 @@ def write_paced_model(root: Path, *, max_context: int = MAX_CONTEXT, **profile: 
         "intermediate_size": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": max_context,
         "eos_token_id": 2,

@@ -130,6 +130,7 @@ class Attempt:
         self._completed_s: float | None = None
         self._pulled_s: float | None = None
         self._store_address: str | None = choice.store.address
+        self._store_node_id = choice.store.node_id
         self._decode_is_open = False
         self._is_closed = False
         self.started_s = clock.now()
@@ -230,10 +231,11 @@ class Attempt:
         kind = message.WhichOneof("event")
         if kind == "accepted":
             self._store_address = message.accepted.store_address or self._choice.store.address
+            self._store_node_id = message.accepted.store_node_id or self._choice.store.node_id
             self._leases.hold(self._store_address, self._spec.request_id, self._spec.epoch)
             return Accepted(hit_tokens=message.accepted.hit_tokens)
         if kind == "sealed":
-            self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=message.sealed.num_blocks))
+            self._tell_sealed(message.sealed.num_blocks)
             return None
         if kind == "first_token":
             self._first = message.first_token.token
@@ -253,10 +255,12 @@ class Attempt:
             error = Internal("prefill says that it is complete, but no first token came")
             raise AttemptFailed(error, node_id=self._choice.prefill.node_id)
         self._completed_s = arrived_s
-        self._add_remote(completed.spans, arrived_s - completed.age_s)
         # Whatever the events said, decode must know that all full blocks are there before it is started.
-        self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=completed.num_blocks))
-        self._send_to_decode(start=decode_pb2.DecodeStart(first_token=self._first))
+        self._tell_sealed(completed.num_blocks)
+        self._send_to_decode(
+            start=decode_pb2.DecodeStart(first_token=self._first, store_address=self._store_address or "")
+        )
+        self._add_remote(completed.spans, arrived_s - completed.age_s)
         return PrefillOver()
 
     def _on_decode(self, message: decode_pb2.DecodeEvent, arrived_s: float) -> AttemptEvent | None:
@@ -313,6 +317,9 @@ class Attempt:
 
     def _deliver(self, message: _Message) -> None:
         self._inbox.put_nowait((message, self._clock.now()))
+
+    def _tell_sealed(self, num_blocks: int) -> None:
+        self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=num_blocks, store_node_id=self._store_node_id))
 
     def _send_to_decode(
         self,

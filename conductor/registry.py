@@ -7,7 +7,6 @@ it yet get one lease of time to announce themselves again.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ from moontide.clock import Clock
 from moontide.config import RegistryConfig
 from moontide.deadline import Deadline
 from moontide.log import get_logger
-from moontide.registry import NODE_KEY_PREFIX, NodeRecord, connect, raise_if_cancelled
+from moontide.registry import NodeRecord, connect, raise_if_cancelled, read_records
 
 ROLES = ("prefill", "decode", "kvstore", "conductor")
 LOST_SHOWN_S = 60.0
 """A node that is gone stays visible in the status for so long."""
-_KEYS_PER_READ = 512
 
 log = get_logger(__name__)
 
@@ -127,32 +125,18 @@ class NodeRegistry:
 
     async def _read(self) -> None:
         try:
-            keys = [k async for k in self._redis.scan_iter(match=NODE_KEY_PREFIX + "*", count=_KEYS_PER_READ)]
-            texts = await self._redis.mget(keys) if keys else []
+            records = await read_records(self._redis)
         except (RedisError, OSError) as error:
             if self._table.connected:
                 log.warning("registry lost, routing on the last known state", reason=str(error))
             self._table.disconnected()
         else:
             if not self._table.connected:
-                log.info("registry connected", nodes=len(keys))
-            self._table.update(_parse(texts), self._clock.now())
+                log.info("registry connected", nodes=len(records))
+            self._table.update(records, self._clock.now())
         self._metrics.registry_connected.set(self._table.connected)
         alive = Counter(node.record.role for node in self._table.nodes if node.alive)
         for role in ROLES:
             self._metrics.nodes.labels(role).set(alive[role])
         async with self._changed:
             self._changed.notify_all()
-
-
-def _parse(texts: Iterable[str | bytes | None]) -> list[NodeRecord]:
-    """Records that can be read; a key may have expired between the two reads."""
-    records = []
-    for text in texts:
-        if text is None:
-            continue
-        try:
-            records.append(NodeRecord.from_json(str(text)))
-        except (TypeError, json.JSONDecodeError) as error:
-            log.warning("unreadable node record left out", error=str(error))
-    return records

@@ -2,13 +2,16 @@
 
 Pure state: no clock, no thread, no tensor, no socket. One owner calls it (the event loop, see requests.py).
 
-    open --> waiting_pages <-> pulling --> ready --> running --> ended --> forgotten
-                  |               |          |                    ^
+    open --> waiting_pages <-> pulling <-> ready --> running --> ended --> forgotten
+                  |               |  ^       |          |         ^
+                  |               |  +-------|-put_back-+         |
                   +---------------+----------+--- end() ----------+
 
 Pages are reserved for a whole request before its first block is pulled, first come first served, so that a running
 request never runs out; a started request may take them from one that nothing can be pulled for yet (see admit). An ended
 request keeps its pages until no get and no forward of it is open (the fence): until then somebody may still write into them.
+A request may be ready and run while its last pull is open (make_ready); if that misses a block, it pulls again.
+Pages of an ended request that are written back to the store are kept for that, while they keep nobody waiting for long (may_drop_write).
 
 Blocks of one request:  [0, num_taken) given to a pull at least once | [.., num_available) may be pulled | not sealed yet
 """
@@ -24,13 +27,16 @@ from kvstore.pool import RequestKey
 from model_runner.pages import PageAllocator
 from moontide.errors import BadRequest, Rejected, RejectReason
 
+_WRITE_SHARE = 8
+"""While requests wait for pages, write-backs hold no more than one in so many, and those for a bounded time."""
+
 
 class Phase(Enum):
     WAITING_PAGES = "waiting_pages"
     PULLING = "pulling"
     """Has its pages; blocks arrive as they are sealed."""
     READY = "ready"
-    """Everything is in the pages; waits for a place in the batch."""
+    """Everything is in the pages, or will be soon; waits for a place in the batch."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -53,14 +59,26 @@ class Entry:
     num_pulled: int = 0
     missing: list[int] = field(default_factory=list)
     """Blocks that a pull did not find; taken again first."""
-    pull_open: bool = False
+    num_pulling: int = 0
+    """Blocks of the open pull."""
     step_open: bool = False
     """The step loop has it, or may still have it."""
+    write_open: bool = False
+    """What is left of its pages is on its way into the store."""
+
+    @property
+    def pull_open(self) -> bool:
+        return self.num_pulling > 0
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether the whole prompt is in the pages."""
+        return self.num_pulled == self.num_blocks
 
     @property
     def is_fenced(self) -> bool:
         """Whether somebody may still touch its pages."""
-        return self.pull_open or self.step_open
+        return self.pull_open or self.step_open or self.write_open
 
 
 class Batch:
@@ -82,6 +100,16 @@ class Batch:
     @property
     def num_free_pages(self) -> int:
         return self._pages.num_free
+
+    @property
+    def num_write_pages(self) -> int:
+        """Pages of ended requests that are written back."""
+        return sum(len(entry.pages) for entry in self._entries.values() if entry.write_open)
+
+    @property
+    def may_drop_write(self) -> bool:
+        """Whether requests wait for pages while write-backs hold more than their share."""
+        return bool(self._waiting) and self.num_write_pages > self.num_pages // _WRITE_SHARE
 
     @property
     def num_entries(self) -> int:
@@ -166,24 +194,32 @@ class Batch:
         num_new = min(limit - len(blocks), entry.num_available - entry.num_taken)
         blocks.extend(range(entry.num_taken, entry.num_taken + num_new))
         entry.num_taken += num_new
-        entry.pull_open = bool(blocks)
+        entry.num_pulling = len(blocks)
         return blocks
 
     def pull_done(self, key: RequestKey, blocks: Sequence[int], *, missing: Sequence[int]) -> None:
         """The open pull is over: of `blocks`, those not in `missing` are in their pages."""
         entry = self._entries[key]
         assert entry.pull_open, f"no pull of {key} is open"
-        entry.pull_open = False
+        entry.num_pulling = 0
         if entry.phase is Phase.ENDED:
             self._forget_unless_fenced(entry)
             return
         entry.num_pulled += len(blocks) - len(missing)
         entry.missing = sorted([*entry.missing, *missing])
+        if missing and entry.phase is Phase.READY:
+            self._ready.remove(key)
+            entry.phase = Phase.PULLING
 
-    def make_ready(self, key: RequestKey) -> bool:
-        """Move a request on to READY if it has started and its last block arrived; tells whether it moved just now."""
+    def make_ready(self, key: RequestKey, *, is_arriving: bool = False) -> bool:
+        """Move a request on to READY if it has started and its last block arrived; tells whether it moved just now.
+
+        Args:
+            is_arriving: the blocks of the open pull count: its step waits for them where it needs them.
+        """
         entry = self._entries[key]
-        if entry.phase is not Phase.PULLING or not entry.started or entry.num_pulled < entry.num_blocks:
+        num_there = entry.num_pulled + (entry.num_pulling if is_arriving else 0)
+        if entry.phase is not Phase.PULLING or not entry.started or num_there < entry.num_blocks:
             return False
         entry.phase = Phase.READY
         self._ready.append(key)
@@ -226,6 +262,31 @@ class Batch:
             return self.end(key)
         self._forget_unless_fenced(entry)
         return False
+
+    def put_back(self, key: RequestKey) -> None:
+        """The step loop is done with a running request for now, because blocks were not there in time: it is PULLING again."""
+        entry = self._entries[key]
+        assert entry.phase is Phase.RUNNING, f"{key} does not run"
+        entry.phase = Phase.PULLING
+        entry.step_open = False
+        self._num_in_steps -= 1
+
+    def keep_for_write(self, key: RequestKey, pages: Sequence[int]) -> None:
+        """Of a request that no step computes any more, keep these pages until `write_done`, and no others; again for fewer."""
+        entry = self._entries[key]
+        assert entry.is_pulled, f"{key} is written back and its prompt is not in the pages"
+        kept = set(pages)
+        assert kept <= set(entry.pages), f"{key} does not hold the pages that are written back"
+        entry.write_open = True
+        self._pages.free([page for page in entry.pages if page not in kept])
+        entry.pages = list(pages)
+
+    def write_done(self, key: RequestKey) -> None:
+        """No put of the request's pages is open, and none will come."""
+        entry = self._entries[key]
+        assert entry.write_open, f"{key} is not written back"
+        entry.write_open = False
+        self._forget_unless_fenced(entry)
 
     def check_invariants(self) -> None:
         """free + held pages = all pages, each phase holds what it should, and bounds hold."""
@@ -272,11 +333,14 @@ class Batch:
 
 def _check_entry(entry: Entry) -> None:
     waiting, ended = entry.phase is Phase.WAITING_PAGES, entry.phase is Phase.ENDED
-    assert len(entry.pages) == (0 if waiting else entry.num_pages)
+    assert not entry.write_open or ended, f"{entry.key} is written back before its end"
+    assert entry.write_open or len(entry.pages) == (0 if waiting else entry.num_pages)
     assert not ended or entry.is_fenced, f"{entry.key} ended and is still there"
     assert ended or entry.step_open == (entry.phase is Phase.RUNNING)
-    assert not entry.pull_open or entry.phase in (Phase.PULLING, Phase.ENDED)
+    assert not (entry.pull_open and waiting)
     assert entry.num_pulled + len(entry.missing) <= entry.num_taken <= entry.num_available <= entry.num_blocks
     if entry.phase in (Phase.READY, Phase.RUNNING):
         assert entry.started
-        assert entry.num_pulled == entry.num_blocks
+        num_there = entry.num_pulled + entry.num_pulling
+        assert num_there + len(entry.missing) == entry.num_blocks, f"{entry.key} runs without all its blocks"
+        assert not entry.missing or entry.phase is Phase.RUNNING, f"{entry.key} is ready and misses blocks"

@@ -22,6 +22,8 @@ class DecodeConfig:
     """Most requests that wait for pages; one more is refused."""
     pull_retry_s: float = 2.0
     """How long a block that should be in the store is asked for again before the request fails with BlockMissing."""
+    write_back: bool = True
+    """Whether full blocks that decode completes go into the store, so that a prompt that goes on after the answer hits them."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM before they are handed back to their conductors."""
 

@@ -2,7 +2,10 @@
 
     loop:  take commands (joins and leaves happen here, between steps)
            forward -> sample -> report the tokens
-           requests that ended leave by themselves
+           requests that ended leave by themselves, and so do those whose K/V was not there in time
+
+A request may join while the last layer groups of its K/V are still being copied: its first step waits for each of them where it
+needs it, for GATE_TIMEOUT_S at most, since everybody in the step waits with it.
 
 Commands come over one bounded queue from the event loop; what happened goes back through `report`. The loop knows pages,
 tokens and sampling; it knows neither sessions nor the store.
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from decode_node.layer_gate import LayerGate
 from kvstore.pool import RequestKey
 from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
@@ -27,12 +31,15 @@ from moontide.errors import Internal
 from moontide.log import get_logger
 from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
 
+GATE_TIMEOUT_S = 0.04
+"""Most that a step waits for K/V in all."""
+
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Run a request whose K/V of positions [0, position) is in `pages`."""
+    """Run a request whose K/V of positions [0, position) is in `pages`, or will be once `gate` is open."""
 
     key: RequestKey
     pages: Sequence[int]
@@ -44,6 +51,7 @@ class Join:
     output_idx: int
     """Index of `token_id` in the request's output."""
     sampling: SamplingParams
+    gate: LayerGate | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class NewToken:
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
     tokens: Sequence[NewToken]
+    late: Sequence[RequestKey]
+    """Got no token because their K/V was not there in time, and have left the loop."""
     started_at_s: float
     ended_at_s: float
 
@@ -97,6 +107,8 @@ class _Slot:
     token_id: int
     output_idx: int
     sampling: SamplingParams
+    gate: LayerGate | None
+    """Until its first step is over."""
 
 
 class StepLoop:
@@ -153,6 +165,7 @@ class StepLoop:
                     command.token_id,
                     command.output_idx,
                     command.sampling,
+                    command.gate,
                 )
 
     def _step(self) -> None:
@@ -169,24 +182,53 @@ class StepLoop:
                 )
             )
             return
+        late = [slot.key for slot in slots if slot.key not in tokens]
+        for key in late:
+            del self._slots[key]
         done = StepDone(
-            tokens=[self._advance(slot, token) for slot, token in zip(slots, tokens, strict=True)],
+            tokens=[self._advance(slot, tokens[slot.key]) for slot in slots if slot.key in tokens],
+            late=late,
             started_at_s=started_at_s,
             ended_at_s=self._clock.now(),
         )
         self._report(done)
 
-    def _forward(self, slots: Sequence[_Slot]) -> list[SampledToken]:
+    def _forward(self, slots: Sequence[_Slot]) -> dict[RequestKey, SampledToken]:
+        """The next token of every request whose K/V is there in time."""
+        gates = {slot.key: slot.gate for slot in slots if slot.gate is not None}
+        left_s = GATE_TIMEOUT_S
+        late: set[RequestKey] = set()
+
+        def before_layer_group(group_idx: int) -> None:
+            nonlocal left_s
+            until_s = self._clock.now() + left_s
+            for key in gates.keys() - late:
+                if not gates[key].wait(group_idx + 1, timeout_s=left_s):
+                    late.add(key)
+                left_s = max(0.0, until_s - self._clock.now())
+
         logits_BV = self._runner.forward(
             [Segment(start=slot.position, num_tokens=1, pages=slot.pages, wants_logits=True) for slot in slots],
             token_ids_T=torch.tensor([slot.token_id for slot in slots], dtype=torch.int64),
+            before_layer_group=before_layer_group if gates else None,
         )
-        return sample(logits_BV, [slot.sampling for slot in slots], [slot.output_idx + 1 for slot in slots])
+        # The rows of the others are right whatever is in the pages of the late ones; theirs may be no numbers at all.
+        rows = [row for row, slot in enumerate(slots) if slot.key not in late]
+        if not rows:
+            return {}
+        in_time = [slots[row] for row in rows]
+        tokens = sample(
+            logits_BV[rows] if late else logits_BV,
+            [slot.sampling for slot in in_time],
+            [slot.output_idx + 1 for slot in in_time],
+        )
+        return {slot.key: token for slot, token in zip(in_time, tokens, strict=True)}
 
     def _advance(self, slot: _Slot, token: SampledToken) -> NewToken:
         slot.position += 1
         slot.output_idx += 1
         slot.token_id = token.token_id
+        slot.gate = None
         reason = finish_reason(
             slot.sampling, token.token_id, slot.output_idx, position=slot.position, max_context=self._max_context
         )

@@ -2,6 +2,9 @@
 
 The event loop hands over jobs and gets one PullDone per job; at most one job of a request is open. A job reads all layer
 groups of a few blocks. Jobs of requests that only wait for their last blocks go first: their clients wait too.
+
+    group 0 | group 1 | ... | group n        of one job; every group opens its LayerGate a little further
+            PullArriving            PullDone
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decode_node.layer_gate import LayerGate
 from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
 from kvstore.pool import RequestKey
 from model_runner.kv_cache import PagedKVCache
+from model_runner.kv_fetch import fetch_blocks
 from moontide.clock import Clock
 from moontide.errors import Internal, MoontideError
 from moontide.log import get_logger
@@ -43,6 +48,16 @@ class PullJob:
     """Nothing but its last blocks keeps the request from running."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set by the event loop: what is not read yet need not be. PullDone still comes, it is the fence."""
+    gate: LayerGate = field(default_factory=LayerGate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullArriving:
+    """The first layer groups of a job are in the pages and others are still to come; at most once, before its PullDone."""
+
+    job: PullJob
+    rest_s: float
+    """Time that the others will take, at the rate of the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +77,9 @@ class PullThread:
     """One thread that runs PullJobs, urgent ones first, else in order of submission."""
 
     def __init__(
-        self, client: StoreClient, kv: PagedKVCache, *, clock: Clock, report: Callable[[PullDone], None]
+        self, client: StoreClient, kv: PagedKVCache, *, clock: Clock, report: Callable[[PullArriving | PullDone], None]
     ) -> None:
-        """`report` is called in the pull thread after every job."""
+        """`report` is called in the pull thread."""
         self._client = client
         self._kv = kv
         self._clock = clock
@@ -95,27 +110,41 @@ class PullThread:
             if job is None:
                 return
             started_at_s = self._clock.now()
-            missing, error = self._pull(job)
+            missing, error = self._pull(job, started_at_s)
             self._report(
                 PullDone(job=job, missing=missing, error=error, started_at_s=started_at_s, ended_at_s=self._clock.now())
             )
+            # After the report, so that it comes before that of a step that waits for the last group.
+            if not missing:
+                job.gate.open(len(self._kv.groups))
+            job.gate.end()
 
-    def _pull(self, job: PullJob) -> tuple[list[int], MoontideError | None]:
-        """Group by group; a block that misses one is not asked for the next. Returns the blocks that are not complete."""
-        wanted = list(zip(job.blocks, job.refs, job.pages, strict=True))
-        missing: list[int] = []
+    def _pull(self, job: PullJob, started_at_s: float) -> tuple[list[int], MoontideError | None]:
+        """Returns the blocks that are not complete."""
+        num_all = len(self._kv.groups)
+        is_told = False
+
+        def on_groups(num_groups: int) -> None:
+            nonlocal is_told
+            if not 0 < num_groups < num_all:
+                return
+            job.gate.open(num_groups)
+            if not is_told:
+                is_told = True
+                rate_s = (self._clock.now() - started_at_s) / num_groups
+                self._report(PullArriving(job=job, rest_s=rate_s * (num_all - num_groups)))
+
         try:
-            for group_idx in self._kv.groups:
-                if not wanted or job.cancelled.is_set():
-                    break
-                slots = [(ref, self._kv.slot_address(group_idx, page)) for _, ref, page in wanted]
-                arrived = self._client.get_group(group_idx, slots)
-                missing.extend(block for (block, _, _), there in zip(wanted, arrived, strict=True) if not there)
-                wanted = [item for item, there in zip(wanted, arrived, strict=True) if there]
-                self._kv.copy_in(group_idx, [page for _, _, page in wanted])
+            arrived = fetch_blocks(
+                self._client,
+                self._kv,
+                list(zip(job.refs, job.pages, strict=True)),
+                is_cancelled=job.cancelled.is_set,
+                on_groups=on_groups,
+            )
         except MoontideError as error:
             return list(job.blocks), error
         except Exception as error:
             log.exception("pull failed", request_id=job.key.request_id, epoch=job.key.epoch)
             return list(job.blocks), Internal(f"pull from the store failed: {type(error).__name__}: {error}")
-        return missing, None
+        return [block for block, is_there in zip(job.blocks, arrived, strict=True) if not is_there], None

@@ -29,6 +29,11 @@ class DecodeMetrics:
             "Blocks that a pull did not find, or found damaged; each is tried again.",
             registry=registry,
         )
+        self.late_joins = Counter(
+            "decode_late_joins",
+            "Requests whose last layer groups were not there when their first step needed them; each joins again.",
+            registry=registry,
+        )
         self.step_seconds = histogram("decode_step_seconds", "One step: forward and sampling of the whole batch.")
         self.step_requests = Histogram(
             "decode_step_requests", "Requests in a step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=registry
@@ -36,6 +41,18 @@ class DecodeMetrics:
         self.wait_pages_seconds = histogram("decode_wait_pages_seconds", "Open to pages for the whole request.")
         self.handoff_seconds = histogram(
             "decode_handoff_seconds", "Start (prefill is over) to the last block in pages."
+        )
+        self.write_backs = Counter(
+            "decode_write_backs",
+            "Write-backs of ended requests, by outcome: written, cached (all was there), dropped (pages were needed), full, "
+            "too_large (the store has no room), or the name of the error.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.written_blocks = Counter("decode_written_blocks", "Full blocks put into the store.", registry=registry)
+        self.written_bytes = Counter("decode_written_bytes", "KV bytes put into the store.", registry=registry)
+        self.write_back_seconds = histogram(
+            "decode_write_back_seconds", "End of a request to the release of its write-back."
         )
         self.pull_seconds = histogram("decode_pull_seconds", "One pull: all layer groups of a few blocks.")
 
@@ -47,6 +64,10 @@ class DecodeMetrics:
             "decode_running_requests": ("Requests in the batch.", lambda: batch.count(Phase.RUNNING)),
             "decode_pages": ("Pages of this node.", lambda: batch.num_pages),
             "decode_free_pages": ("Pages that no request holds.", lambda: batch.num_free_pages),
+            "decode_write_back_pages": (
+                "Pages of ended requests that are written back.",
+                lambda: batch.num_write_pages,
+            ),
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=self._registry).set_function(value)

@@ -2,9 +2,10 @@
 
 Lives on the event loop and owns all state; the two threads get commands and send reports:
 
-    commands (service.py) --> DecodeRequests --PullJob--> pull thread    --PullDone--+
+    commands (service.py) --> DecodeRequests --PullJob--> pull thread    --PullArriving, PullDone--+
                                   |  ^       --Join,Leave--> compute thread --StepDone, StepFailed, Left--+
     events   (service.py) <-------+  +------------------------ Outbox <--------------------------------+
+                                  +--WriteJob--> WriteBacks (write_back.py), when an answer is over
 
 Nothing here blocks, so a cancel takes effect at once; the pages of what a thread still touches follow with its report.
 """
@@ -15,18 +16,21 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import numpy as np
 
 from decode_node.batch import Batch, Phase
 from decode_node.config import DecodeConfig
 from decode_node.engine import Join, Leave, Left, NewToken, StepDone, StepFailed, StepLoop, StepReport, finish_reason
-from decode_node.kv_pull import PullDone, PullJob, PullThread, blocks_per_job
+from decode_node.kv_pull import PullArriving, PullDone, PullJob, PullThread, blocks_per_job
 from decode_node.metrics import DecodeMetrics
 from decode_node.outbox import Outbox
-from kvstore.block import hash_blocks, root_hash
+from decode_node.write_back import StoreNodes, WriteBacks, WriteJob
+from kvstore.block import BlockHash, hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
-from kvstore.keys import check_request_id
+from kvstore.keys import LOCAL_NODE_ID, check_request_id
 from kvstore.layout import KVLayout
 from kvstore.pool import RequestKey
 from model_runner.runner import Runner
@@ -49,6 +53,8 @@ _SESSION_EVENTS = 16_384
 """A conductor that is so many events behind does not read any more."""
 _FIRST_RETRY_S = 0.005
 _MAX_RETRY_S = 0.1
+_EARLY_S = 0.02
+"""A request joins before its last layer groups are there if they are expected so soon (docs/decisions/009-decode-joins-when.md)."""
 _SAME_BAR_S = 0.01
 """Pulls of one request that follow each other so closely are one bar of its timeline."""
 
@@ -139,19 +145,30 @@ class _Request:
     output_idx: int
     prompt_tokens: int
     refs: Sequence[BlockRef]
-    """One per block of the prompt; the last may be the partial one."""
+    """One per block of the prompt; the last may be the partial one. Their holder is not known before they are sealed."""
+    root: BlockHash
+    """Of the chain of `refs`."""
+    tail_ids: list[int]
+    """Tokens after the last full block of the prompt, and those of the answer so far. The K/V of the last one is never computed."""
     opened_at_s: float
     deadline: asyncio.TimerHandle
+    holder: str = LOCAL_NODE_ID
+    """Node id of the store process that accounts the blocks."""
     pages_at_s: float = 0.0
     started_at_s: float = 0.0
     pulled_at_s: float = 0.0
     first_token: SampledToken | None = None
     job: PullJob | None = None
+    is_arriving: bool = False
+    """The first layer groups of the open pull are there, and the others will be soon."""
+    is_pulled: bool = False
+    """Everything is in the pages, and the conductor knows."""
     retry: asyncio.TimerHandle | None = None
     num_retries: int = 0
     missing_since_s: float | None = None
     spans: list[WorkSpan] = field(default_factory=list)
     has_tokens: bool = False
+    store_address: str = ""
 
 
 class DecodeRequests:
@@ -163,6 +180,7 @@ class DecodeRequests:
         client: StoreClient,
         layout: KVLayout,
         *,
+        stores: StoreNodes,
         config: DecodeConfig,
         clock: Clock,
         metrics: DecodeMetrics,
@@ -175,9 +193,19 @@ class DecodeRequests:
         self._config = config
         self._clock = clock
         self._metrics = metrics
-        self._outbox: Outbox[PullDone | StepReport] = Outbox(self._on_report, capacity=_OUTBOX_REPORTS)
+        self._outbox: Outbox[PullArriving | PullDone | StepReport] = Outbox(self._on_report, capacity=_OUTBOX_REPORTS)
         self._pulls = PullThread(client, runner.kv, clock=clock, report=self._outbox.send)
         self._steps = StepLoop(runner, max_batch=config.max_batch, clock=clock, report=self._outbox.send)
+        self._writes = WriteBacks(
+            client,
+            runner.kv,
+            layout,
+            stores=stores,
+            clock=clock,
+            metrics=metrics,
+            keep=self._keep_for_write,
+            give_back=self._on_written,
+        )
         self._requests: dict[RequestKey, _Request] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,10 +222,12 @@ class DecodeRequests:
         self._steps.start()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new request, let the others end, and hand back what is left after `timeout_s`."""
+        """Take no new request, let the others end and be written back, and hand back what is left after `timeout_s`."""
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+                await self._writes.wait_idle()
         except TimeoutError:
             for request in list(self._requests.values()):
                 self._fail(request, NodeLost("the decode node shuts down before the request has ended"))
@@ -206,6 +236,7 @@ class DecodeRequests:
         """Drop every request and end the threads. All pages are free afterwards."""
         for request in list(self._requests.values()):
             self._end(request, None, outcome="dropped")
+        await self._writes.close()
         await asyncio.to_thread(self._pulls.close)
         await asyncio.to_thread(self._steps.close)
         await asyncio.sleep(0)  # the last reports were queued on this loop before the threads ended
@@ -228,15 +259,29 @@ class DecodeRequests:
             self._metrics.ended.labels(error.code).inc()
             session.send(Failed(key=key, error=error))
 
-    def sealed(self, session: ConductorSession, key: RequestKey, num_blocks: int) -> None:
-        """The first `num_blocks` full blocks can be pulled."""
+    def sealed(
+        self, session: ConductorSession, key: RequestKey, num_blocks: int, *, holder: str = LOCAL_NODE_ID
+    ) -> None:
+        """The first `num_blocks` full blocks can be pulled; the store process `holder` accounts them."""
         request = self._find(session, key)
         if request is not None:
+            request.holder = holder
             self.batch.seal(key, min(num_blocks, request.prompt_tokens // self._layout.block_tokens))
             self._pull(request)
 
-    def start_decoding(self, session: ConductorSession, key: RequestKey, token: SampledToken, output_idx: int) -> None:
-        """Prefill is over: everything can be pulled, and `token` is the first to be fed."""
+    def start_decoding(
+        self,
+        session: ConductorSession,
+        key: RequestKey,
+        token: SampledToken,
+        output_idx: int,
+        *,
+        store_address: str = "",
+    ) -> None:
+        """Prefill is over: everything can be pulled, and `token` is the first to be fed.
+
+        `store_address` is where the prompt is accounted, and the answer will be; "" stands for this host's store process.
+        """
         request = self._find(session, key)
         if request is None or request.first_token is not None:
             return
@@ -250,6 +295,8 @@ class DecodeRequests:
             )
             return
         request.first_token = token
+        request.tail_ids.append(token.token_id)
+        request.store_address = store_address
         request.output_idx = output_idx
         request.started_at_s = self._clock.now()
         reason = finish_reason(
@@ -281,7 +328,8 @@ class DecodeRequests:
             raise NodeLost("the decode node shuts down; choose another")
         self._check(key, wanted)
         num_tokens = len(wanted.token_ids)
-        refs = self._block_refs(key, wanted)
+        root = root_hash(self._layout_digest, wanted.cache_salt)
+        refs = self._block_refs(key, wanted.token_ids, root)
         # The last token is never fed, so its K/V needs no room.
         last_output = num_tokens + wanted.sampling.max_tokens - wanted.output_idx - 1
         num_pages = -(-min(last_output, self._info.max_context) // self._layout.block_tokens)
@@ -293,6 +341,8 @@ class DecodeRequests:
             output_idx=wanted.output_idx,
             prompt_tokens=num_tokens,
             refs=refs,
+            root=root,
+            tail_ids=wanted.token_ids[num_tokens - num_tokens % self._layout.block_tokens :].tolist(),
             opened_at_s=self._clock.now(),
             deadline=asyncio.get_running_loop().call_later(
                 wanted.timeout_s, partial(self._on_deadline, key, wanted.timeout_s)
@@ -328,18 +378,21 @@ class DecodeRequests:
         if wanted.timeout_s <= 0:
             raise DeadlineExceeded(f"timeout_s={wanted.timeout_s} leaves no time; give the request a larger timeout")
 
-    def _block_refs(self, key: RequestKey, wanted: OpenRequest) -> list[BlockRef]:
+    def _block_refs(self, key: RequestKey, token_ids: TokenArray, root: BlockHash) -> list[BlockRef]:
         block_tokens = self._layout.block_tokens
-        root = root_hash(self._layout_digest, wanted.cache_salt)
-        hashes = hash_blocks(wanted.token_ids, block_tokens=block_tokens, root=root)
+        hashes = hash_blocks(token_ids, block_tokens=block_tokens, root=root)
         refs = [BlockRef(block_hash, key.request_id, key.epoch) for block_hash in hashes]
-        if len(wanted.token_ids) % block_tokens:
+        if len(token_ids) % block_tokens:
             refs.append(BlockRef(None, key.request_id, key.epoch))
         return refs
 
     def _progress(self) -> None:
         """Hand out what became free: pages to those that wait, places in the batch to those that are ready."""
-        for key in self.batch.admit():
+        admitted = self.batch.admit()
+        while self.batch.may_drop_write and (dropped := self._writes.drop()) is not None:
+            self.batch.write_done(dropped)
+            admitted += self.batch.admit()
+        for key in admitted:
             request = self._requests[key]
             request.pages_at_s = self._clock.now()
             self._pull(request)
@@ -356,6 +409,7 @@ class DecodeRequests:
                     token_id=request.first_token.token_id,
                     output_idx=request.output_idx,
                     sampling=request.sampling,
+                    gate=request.job.gate if request.job is not None else None,
                 )
             )
 
@@ -371,16 +425,24 @@ class DecodeRequests:
         request.job = PullJob(
             key=request.key,
             blocks=blocks,
-            refs=[request.refs[block] for block in blocks],
+            refs=[replace(request.refs[block], holder=request.holder) for block in blocks],
             pages=[entry.pages[block] for block in blocks],
             is_urgent=entry.started,
         )
+        request.is_arriving = False
         self._pulls.submit(request.job)
 
     def _check_ready(self, request: _Request) -> None:
-        if not self.batch.make_ready(request.key):
-            return
-        now_s = self._clock.now()
+        """Run the request once its step can begin; tell the conductor once nothing needs the store's copy any more."""
+        entry = self.batch.find(request.key)
+        assert entry is not None
+        if entry.started and entry.is_pulled and not request.is_pulled:
+            self._tell_pulled(request)
+        if self.batch.make_ready(request.key, is_arriving=request.is_arriving):
+            self._progress()
+
+    def _tell_pulled(self, request: _Request) -> None:
+        request.is_pulled = True
         handoff_s = max(0.0, request.pulled_at_s - request.started_at_s)
         wait_pages_s = request.pages_at_s - request.opened_at_s
         self._metrics.handoff_seconds.observe(handoff_s)
@@ -391,15 +453,16 @@ class DecodeRequests:
                 wait_pages_s=wait_pages_s,
                 handoff_s=handoff_s,
                 spans=request.spans,
-                age_s=now_s - request.opened_at_s,
+                age_s=self._clock.now() - request.opened_at_s,
             )
         )
-        self._progress()
 
-    def _on_report(self, report: PullDone | StepReport) -> None:
+    def _on_report(self, report: PullArriving | PullDone | StepReport) -> None:
         match report:
             case StepDone():
                 self._on_step(report)
+            case PullArriving():
+                self._on_arriving(report)
             case PullDone():
                 self._on_pull(report)
             case StepFailed():
@@ -407,6 +470,12 @@ class DecodeRequests:
             case Left():
                 self.batch.let_go(report.key)
                 self._progress()
+
+    def _on_arriving(self, arriving: PullArriving) -> None:
+        request = self._requests.get(arriving.job.key)
+        if request is not None and request.num_retries == 0 and arriving.rest_s <= _EARLY_S:
+            request.is_arriving = True
+            self._check_ready(request)
 
     def _on_pull(self, done: PullDone) -> None:
         job = done.job
@@ -475,9 +544,49 @@ class DecodeRequests:
             request = self._requests.get(new.key)
             if request is not None:  # else it ended during the step; Left follows
                 self._on_token(request, new, done)
+        for key in done.late:
+            request = self._requests.get(key)
+            if request is not None:  # else it ended during the step; Left follows
+                self._on_late(request)
+        self._progress()
+
+    def _on_late(self, request: _Request) -> None:
+        """Blocks were not there when its step needed them: it runs again once they are."""
+        self._metrics.late_joins.inc()
+        request.is_arriving = False
+        self.batch.put_back(request.key)
+        self._pull(request)
+        self._check_ready(request)
+
+    def _write_back(self, request: _Request) -> None:
+        """Have the blocks stored that the answer completed, before the request's pages go. The token drawn last has no K/V."""
+        hashes = [ref.hash for ref in request.refs if ref.hash is not None]
+        computed_ids = np.array(request.tail_ids[:-1], dtype=np.uint32)
+        parent = hashes[-1] if hashes else request.root
+        new_hashes = hash_blocks(computed_ids, block_tokens=self._layout.block_tokens, root=parent)
+        if not (self._config.write_back and new_hashes):
+            return
+        hashes += new_hashes
+        entry = self.batch.find(request.key)
+        assert entry is not None
+        pages = entry.pages[: len(hashes)]
+        self.batch.keep_for_write(request.key, pages)
+        self._writes.submit(
+            WriteJob(
+                key=request.key, store_address=request.store_address, root=request.root, hashes=hashes, pages=pages
+            )
+        )
+
+    def _keep_for_write(self, key: RequestKey, pages: Sequence[int]) -> None:
+        self.batch.keep_for_write(key, pages)
+        self._progress()
+
+    def _on_written(self, key: RequestKey) -> None:
+        self.batch.write_done(key)
         self._progress()
 
     def _on_token(self, request: _Request, new: NewToken, done: StepDone) -> None:
+        request.tail_ids.append(new.token.token_id)
         spans: list[WorkSpan] = []
         if not request.has_tokens:
             request.has_tokens = True
@@ -493,6 +602,7 @@ class DecodeRequests:
         age_s = self._clock.now() - request.opened_at_s
         request.session.send(Tokens(key=new.key, token=new.token, output_idx=new.output_idx, spans=spans, age_s=age_s))
         if new.finish_reason is not None:
+            self._write_back(request)
             self.batch.let_go(new.key)
             self._forget(
                 request,

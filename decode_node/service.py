@@ -33,10 +33,12 @@ from decode_node.requests import (
     Tokens,
     WorkSpan,
 )
+from decode_node.write_back import StoreNodes
 from kvstore.client import StoreClient, StoreNodeClient
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
 from kvstore.pool import RequestKey
+from kvstore.preflight import require_store
 from kvstore.transfer.base import AttachmentLost, Transfer
 from kvstore.transfer.mooncake import attach
 from model_runner.kv_cache import PagedKVCache
@@ -140,7 +142,8 @@ class DecodeNode:
         if store_node is None:
             store_node = StoreNodeClient(config.store.service_address)
             self._stack.push_async_callback(store_node.close)
-        await store_node.register_layout(self.layout)
+        identity = await store_node.register_layout(self.layout)
+        await require_store(config.store.master_http, identity.segment, host=config.node.host)
         runner = await asyncio.to_thread(
             load_runner,
             config.model,
@@ -150,12 +153,16 @@ class DecodeNode:
             arena=transfer.allocate(arena_bytes).buffer,
             is_decode=True,
         )
+        clock = MonotonicClock()
+        stores = StoreNodes(store_node, config.store.service_address, clock=clock)
+        self._stack.push_async_callback(stores.close)
         self.requests = DecodeRequests(
             runner,
             StoreClient(transfer, self.layout, registry=self._metrics),
             self.layout,
+            stores=stores,
             config=config.decode,
-            clock=MonotonicClock(),
+            clock=clock,
             metrics=DecodeMetrics(self._metrics),
         )
         self.requests.start()
@@ -316,10 +323,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     return
                 self._requests.open(session, key, wanted)
             case "sealed":
-                self._requests.sealed(session, key, command.sealed.num_blocks)
+                sealed = command.sealed
+                self._requests.sealed(session, key, sealed.num_blocks, holder=sealed.store_node_id)
             case "start":
                 token = command.start.first_token
-                self._requests.start_decoding(session, key, SampledToken.from_proto(token), token.output_idx)
+                self._requests.start_decoding(
+                    session,
+                    key,
+                    SampledToken.from_proto(token),
+                    token.output_idx,
+                    store_address=command.start.store_address,
+                )
             case "cancel":
                 self._requests.cancel(session, key)
             case _:

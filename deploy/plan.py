@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import AUTO, ClusterConfig
+from kvstore.data_client import ENGINE_SETTINGS
 from moontide.config import to_tree
 
 HOST = "127.0.0.1"
@@ -145,13 +146,8 @@ def service_env(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "GLOG_minloglevel": "1",
-        # The transfer engine's TCP defaults suit small pages: 64 KiB slices halve the throughput of our objects, and more than 1,024 open
-        # entries to one peer fail after a second.
         "MC_FORCE_TCP": "1",
-        "MC_TCP_SLICE_SIZE": str(16 * 1024 * 1024),
-        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-        "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
+        **ENGINE_SETTINGS,
     }
 
 
@@ -219,16 +215,20 @@ def _kvstore(
     config: ClusterConfig, shared: _SharedAddresses, env: Mapping[str, str], free_port: Callable[[], int]
 ) -> ProcessSpec:
     http_port = free_port()
+    name = "kvstore-0"
     settings = to_tree(config.kvstore) | {
         "master_rpc": shared.master_rpc,
         "master_http": shared.master_http,
         "client_port": shared.client_port,
     }
+    if config.kvstore.ssd_dir:
+        # One directory belongs to one store process; nodes that Ray starts run elsewhere.
+        settings["ssd_dir"] = str(Path(config.kvstore.ssd_dir).absolute() / name)
     return _service(
-        name="kvstore-0",
+        name=name,
         role="kvstore",
         config={
-            "node": _node("kvstore-0", shared.store_grpc_port, http_port),
+            "node": _node(name, shared.store_grpc_port, http_port),
             "registry": _registry(config, shared),
             "kvstore": settings,
         },

@@ -34,4 +34,4 @@ class StoreAccessConfig:
     client_address: str
     """host:port of this host's Mooncake client, whose shared memory the process attaches to."""
     service_address: str
-    """host:port of this host's store service (reservations, seals)."""
+    """host:port of the store service that accounts what this node stores: this host's, or for a later stage that of stage 0."""

@@ -1,40 +1,29 @@
-"""What stages and decode instances use: whole blocks in and out of the pool with proof of whose bytes they are, and the
-RPC client of the host's store process.
-
-Every object ends in a 64-byte trailer. Without it a forced removal or a restart of the store's master can hand a reader
-another object's bytes with success.
-
-    magic 4 | version 4 | key digest 24 | layout digest 16 | payload length 8 | xxh3-64 of the payload 8     little-endian
+"""What stages and decode instances use: whole blocks in and out of the pool with proof of whose bytes they are (trailer.py), and
+the RPC client of the host's store process.
 """
 
-import ctypes
-import hashlib
-import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
 from prometheus_client import CollectorRegistry
 
 from kvstore.block import BlockHash
-from kvstore.keys import block_key, partial_key
-from kvstore.layout import TRAILER_BYTES, KVLayout
+from kvstore.keys import LOCAL_NODE_ID, block_key, partial_key
+from kvstore.layout import KVLayout
 from kvstore.metrics import ClientMetrics
 from kvstore.node import NodeIdentity
 from kvstore.pool import PoolStats, ReserveReply, ReserveResult
+from kvstore.trailer import is_intact, slot_at, write_trailer
 from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus, Transfer
 from moontide import rpc
 from moontide.errors import Cancelled, DeadlineExceeded, NodeLost
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
-_TRAILER = struct.Struct("<4sI24s16sQQ")
 _CALL_TIMEOUT_S = 10.0
 """Reserve may evict, and removing objects from a store that just died takes seconds."""
-_MAGIC = b"MTKV"
-_VERSION = 1
-assert _TRAILER.size == TRAILER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +34,13 @@ class BlockRef:
     """None: the partial block."""
     request_id: str
     epoch: int
+    holder: str = LOCAL_NODE_ID
+    """Node id of the store process that accounts it. Ignored for a partial block, whose request has one store."""
 
     def key(self, layout_digest: bytes, group_idx: int) -> str:
         if self.hash is None:
             return partial_key(self.request_id, self.epoch, group_idx)
-        return block_key(layout_digest, group_idx, self.hash)
+        return block_key(layout_digest, group_idx, self.hash, self.holder)
 
 
 class StoreClient:
@@ -61,49 +52,63 @@ class StoreClient:
         self._transfer = transfer
         self._layout = layout
         self._layout_digest = layout.digest()
+        self._object_bytes = [layout.object_bytes(group_idx) for group_idx in range(layout.num_groups)]
 
-    def put_group(self, group_idx: int, blocks: Sequence[tuple[BlockRef, int]]) -> list[PutStatus]:
-        """Store one layer group of several blocks.
+    def put_group(
+        self, group_idx: int, blocks: Sequence[tuple[BlockRef, int]], *, segment: str = ""
+    ) -> list[PutStatus]:
+        """Store one layer group of several blocks: see `put`."""
+        return self.put([(block, group_idx, address) for block, address in blocks], segment=segment)
+
+    def put(self, objects: Sequence[tuple[BlockRef, int, int]], *, segment: str = "") -> list[PutStatus]:
+        """Store objects.
 
         Writes the trailer into the last 64 bytes of each slot, then makes one batched put.
 
         Args:
-            blocks: (block, address of its slot in an arena of the transfer); a slot has `layout.object_bytes(group_idx)`.
-        Returns: one status per block. Only `missing` proves that the objects are there.
+            objects: (block, layer group, address of the slot in an arena of the transfer); a slot has
+                `layout.object_bytes(group_idx)`.
+            segment: where the objects belong; "" stands for this host's own.
+        Returns: one status per object. Only `missing` proves that the objects are there.
         """
-        payload_bytes = self._layout.payload_bytes(group_idx)
         items = []
-        for block, address in blocks:
+        for block, group_idx, address in objects:
             key = block.key(self._layout_digest, group_idx)
-            slot = _slot(address, payload_bytes)
-            slot[payload_bytes:] = self._trailer(key, slot[:payload_bytes])
-            items.append(PutItem(key, address, len(slot)))
-        statuses = self._transfer.put(items)
-        for status in statuses:
-            self.metrics.puts.labels(status.name.lower()).inc()
+            nbytes = self._object_bytes[group_idx]
+            write_trailer(slot_at(address, nbytes), key, self._layout_digest)
+            items.append(PutItem(key, address, nbytes))
+        statuses = self._transfer.put(items, segment=segment)
+        for status, count in Counter(statuses).items():
+            self.metrics.puts.labels(status.name.lower()).inc(count)
         return statuses
 
     def get_group(self, group_idx: int, blocks: Sequence[tuple[BlockRef, int]]) -> list[bool]:
-        """Fetch one layer group of several blocks into their slots.
+        """Fetch one layer group of several blocks: see `get`."""
+        return self.get([(block, group_idx, address) for block, address in blocks])
 
+    def get(self, objects: Sequence[tuple[BlockRef, int, int]]) -> list[bool]:
+        """Fetch objects into their slots.
+
+        Args:
+            objects: (block, layer group, address of the slot).
         Returns: True only where trailer, key, layout, length and checksum agree; elsewhere the slot holds anything and
             must not be used.
         """
-        payload_bytes = self._layout.payload_bytes(group_idx)
-        nbytes = self._layout.object_bytes(group_idx)
-        keys = [block.key(self._layout_digest, group_idx) for block, _ in blocks]
+        keys = [block.key(self._layout_digest, group_idx) for block, group_idx, _ in objects]
         statuses = self._transfer.get(
-            [GetItem(key, address, nbytes) for key, (_, address) in zip(keys, blocks, strict=True)]
+            [
+                GetItem(key, address, self._object_bytes[group_idx])
+                for key, (_, group_idx, address) in zip(keys, objects, strict=True)
+            ]
         )
-        arrived = []
-        for key, (_, address), status in zip(keys, blocks, statuses, strict=True):
-            result = status.name.lower()
-            if status is GetStatus.HIT:
-                slot = _slot(address, payload_bytes)
-                if bytes(slot[payload_bytes:]) != self._trailer(key, slot[:payload_bytes]):
-                    result = "corrupt"
-            self.metrics.gets.labels(result).inc()
-            arrived.append(result == "hit")
+        arrived = [
+            status is GetStatus.HIT
+            and is_intact(slot_at(address, self._object_bytes[group_idx]), key, self._layout_digest)
+            for key, (_, group_idx, address), status in zip(keys, objects, statuses, strict=True)
+        ]
+        for (status, is_there), count in Counter(zip(statuses, arrived, strict=True)).items():
+            is_corrupt = status is GetStatus.HIT and not is_there
+            self.metrics.gets.labels("corrupt" if is_corrupt else status.name.lower()).inc(count)
         return arrived
 
     def missing(self, blocks: Sequence[BlockRef], groups: Sequence[int] | None = None) -> set[tuple[int, int]]:
@@ -115,20 +120,6 @@ class StoreClient:
         places = [(position, group_idx) for position in range(len(blocks)) for group_idx in wanted]
         keys = [blocks[position].key(self._layout_digest, group_idx) for position, group_idx in places]
         return {place for place, seen in zip(places, self._transfer.exists(keys), strict=True) if not seen}
-
-    def _trailer(self, key: str, payload: memoryview) -> bytes:
-        return _TRAILER.pack(
-            _MAGIC,
-            _VERSION,
-            hashlib.sha256(key.encode()).digest()[:24],
-            self._layout_digest[:16],
-            len(payload),
-            xxhash.xxh3_64_intdigest(payload),
-        )
-
-
-def _slot(address: int, payload_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * (payload_bytes + TRAILER_BYTES)).from_address(address)).cast("B")
 
 
 class StoreNodeClient:
@@ -144,7 +135,7 @@ class StoreNodeClient:
     async def register_layout(self, layout: KVLayout) -> NodeIdentity:
         request = pb.RegisterLayoutRequest(layout_json=layout.to_json())
         reply: pb.RegisterLayoutReply = await self._call(self._stub.RegisterLayout, request)
-        return NodeIdentity(node_id=reply.node_id, boot_id=reply.boot_id)
+        return NodeIdentity(node_id=reply.node_id, boot_id=reply.boot_id, segment=reply.segment)
 
     async def reserve(
         self,
@@ -156,6 +147,7 @@ class StoreNodeClient:
         block_hashes: Sequence[BlockHash],
         has_partial: bool,
         lease_s: float,
+        is_write_back: bool = False,
     ) -> ReserveReply:
         request = pb.ReserveRequest(
             request_id=request_id,
@@ -165,6 +157,7 @@ class StoreNodeClient:
             block_hashes=b"".join(block_hashes),
             has_partial=has_partial,
             lease_s=lease_s,
+            is_write_back=is_write_back,
         )
         reply: pb.ReserveReply = await self._call(self._stub.Reserve, request)
         return ReserveReply(
@@ -172,6 +165,8 @@ class StoreNodeClient:
             hit_blocks=reply.hit_blocks,
             needed_bytes=reply.needed_bytes,
             capacity_bytes=reply.capacity_bytes,
+            segment=reply.segment,
+            promoted_blocks=reply.promoted_blocks,
         )
 
     async def seal(self, *, request_id: str, epoch: int, first_block: int, num_blocks: int) -> None:
@@ -186,6 +181,18 @@ class StoreNodeClient:
     async def release(self, *, request_id: str, epoch: int) -> None:
         await self._call(self._stub.Release, pb.ReleaseRequest(request_id=request_id, epoch=epoch))
 
+    async def replicate(
+        self, *, layout_digest: bytes, root: BlockHash, hashes: Sequence[BlockHash], timeout_s: float
+    ) -> int:
+        """Have this host copy what it lacks of the leading blocks of a prompt; returns how many leading ones it holds then."""
+        request = pb.ReplicateRequest(
+            layout_digest=layout_digest, parent_hash=root, block_hashes=b"".join(hashes), timeout_s=timeout_s
+        )
+        reply: pb.ReplicateReply = await self._call(
+            self._stub.Replicate, request, timeout_s=timeout_s + self._timeout_s
+        )
+        return reply.num_blocks
+
     async def stats(self) -> PoolStats:
         reply: pb.KvStoreStats = await self._call(self._stub.GetStats, pb.KvStoreStatsRequest())
         return PoolStats(
@@ -195,14 +202,19 @@ class StoreNodeClient:
             reservations=reply.reservations,
             pinned_blocks=reply.pinned_blocks,
             objects_to_remove=reply.objects_to_remove,
+            ssd_capacity_bytes=reply.ssd_capacity_bytes,
+            ssd_used_bytes=reply.ssd_used_bytes,
+            ssd_blocks=reply.ssd_blocks,
         )
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _call(self, method: Any, request: Any, *, timeout_s: float | None = None) -> Any:
         # The timeout is this client's own and not a request's, and a cancelled call that raises this was ended by the peer.
         try:
-            return await rpc.call(method, request, timeout_s=self._timeout_s, peer=f"kvstore {self._address}")
+            return await rpc.call(
+                method, request, timeout_s=timeout_s or self._timeout_s, peer=f"kvstore {self._address}"
+            )
         except (DeadlineExceeded, Cancelled) as error:
             raise NodeLost(str(error)) from error

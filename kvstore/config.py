@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvstore.eviction import EVICTION_POLICIES
+from kvstore.keys import check_node_id
 from moontide.config import NodeConfig, RegistryConfig, check_port
 from moontide.errors import ConfigError
 
@@ -27,6 +29,14 @@ class KvStoreSettings:
     """Size of the segment that this host adds to the pool."""
     fill_fraction: float = 0.85
     """Share of pool_bytes that reservations and cached blocks may use; below the master's watermark of 0.9."""
+    eviction: str = "lru"
+    """Blocks that leave first: lru (least recently used), lfu (fewest uses), length-aware (fewest uses, then latest in its prompt)."""
+    check_placement_above: float = 0.8
+    """Filled share of what may be used above which sealed blocks are looked for in this host's segment: a full segment spills."""
+    ssd_dir: str = ""
+    """Directory on a local SSD for blocks that the pool cannot keep, of this process alone; they outlive a restart. Empty: none."""
+    ssd_bytes: int = 64 << 30
+    """Most bytes of the files in ssd_dir. What was used least recently is dropped."""
 
     def __post_init__(self) -> None:
         check_address("kvstore.master_rpc", self.master_rpc)
@@ -45,6 +55,19 @@ class KvStoreSettings:
                 f"kvstore.fill_fraction={self.fill_fraction} is outside of (0, {MASTER_WATERMARK}): above that the store's master "
                 "evicts blocks behind our back; try 0.85"
             )
+        if not 0 <= self.check_placement_above <= 1:
+            raise ConfigError(
+                f"kvstore.check_placement_above={self.check_placement_above} is no share; use 0 (always) to 1 (never)"
+            )
+        if self.eviction not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"kvstore.eviction={self.eviction!r} is unknown; use one of {', '.join(EVICTION_POLICIES)}"
+            )
+
+        if self.ssd_bytes < 16 << 20:
+            raise ConfigError(
+                f"kvstore.ssd_bytes={self.ssd_bytes} is below 16 MiB; raise it, or leave kvstore.ssd_dir empty for no SSD tier"
+            )
 
     @property
     def capacity_bytes(self) -> int:
@@ -58,6 +81,9 @@ class KvStoreConfig:
     node: NodeConfig
     registry: RegistryConfig
     kvstore: KvStoreSettings
+
+    def __post_init__(self) -> None:
+        check_node_id(self.node.node_id)
 
 
 def check_address(name: str, address: str) -> None:

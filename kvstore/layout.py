@@ -11,12 +11,13 @@ number of ranks is part of the layout, so groups of any shape share one cache.
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from moontide.errors import ConfigError
 
 TRAILER_BYTES = 64
-"""Room at the end of every object for the trailer that proves whose bytes these are (see client.py)."""
+"""Room at the end of every object for the trailer that proves whose bytes these are (see trailer.py)."""
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _FORMAT_VERSION = 1
@@ -69,11 +70,11 @@ class KVLayout:
         """KV bytes of one token in all layers, without trailers."""
         return self.num_layers * self.layer_bytes // self.block_tokens
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         return -(-self.num_layers // self.layer_group)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Stored bytes of one block: all layer groups with their trailers."""
         return self.num_layers * self.layer_bytes + self.num_groups * TRAILER_BYTES
@@ -96,6 +97,10 @@ class KVLayout:
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly for equal layouts (and for this version of the byte order)."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         return hashlib.sha256(b"moontide kv layout %d " % _FORMAT_VERSION + self.to_json().encode()).digest()
 
     def to_json(self) -> str:

@@ -1,6 +1,6 @@
 """Counters of the KV store: of its clients in other services, and of the store process itself."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class ClientMetrics:
@@ -42,4 +42,31 @@ class StoreMetrics:
         )
         self.expired = Counter(
             "kvstore_expired_reservations", "Reservations that ended with their lease.", registry=registry
+        )
+        self.misplaced = Counter(
+            "kvstore_misplaced_objects", "Sealed objects that lie in another host's segment.", registry=registry
+        )
+        self.replicated_blocks = Counter(
+            "kvstore_replicated_blocks", "Blocks copied from another host.", registry=registry
+        )
+        self.unreachable_peers = gauge("kvstore_unreachable_peers", "Other hosts' data ports that do not answer us.")
+
+
+class SsdMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, registry=registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, registry=registry)
+
+        self.capacity_bytes = gauge("kvstore_ssd_capacity_bytes", "Bytes that segment files may take.")
+        self.used_bytes = gauge("kvstore_ssd_used_bytes", "Bytes of segment files.")
+        self.blocks = gauge("kvstore_ssd_blocks", "Blocks that can come back from the SSD.")
+        self.kept = counter("kvstore_ssd_kept_blocks", "Blocks copied to the SSD.")
+        self.not_kept = counter("kvstore_ssd_not_kept_blocks", "Blocks evicted from the pool that were not on the SSD.")
+        self.hit_blocks = counter("kvstore_ssd_hit_blocks", "Blocks that came back from the SSD for a prompt.")
+        self.damaged = counter("kvstore_ssd_damaged_blocks", "Blocks on the SSD that were found damaged and forgotten.")
+        self.promote_seconds = Histogram(
+            "kvstore_ssd_promote_seconds", "Time a reservation waited for blocks from the SSD.", registry=registry
         )

@@ -8,19 +8,21 @@ What holds at any time:
 - used + free = capacity; a request gets all the room it needs, or none.
 - Sealed blocks are closed under "parent of": a block that was completed before its parent is sealed together with it.
 - References are closed under "parent of" too, because a reservation lists its chain from the first block on. So every
-  unreferenced block can be evicted, children before parents.
+  unreferenced block can be evicted, children before parents; `eviction.py` says which of those without children first.
 - A leaving block's bytes count until its objects are seen to be gone. It is looked at again for a while after its last
   writer let go, because a put of a dying writer may arrive late.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeAlias
 
 from kvstore.block import BlockHash
-from kvstore.keys import block_key, check_request_id, partial_key
+from kvstore.eviction import EVICTION_POLICIES
+from kvstore.keys import LOCAL_NODE_ID, block_key, check_request_id, partial_key
 from kvstore.layout import KVLayout
 from kvstore.transfer.base import RemoveStatus
 from moontide.clock import Clock
@@ -70,6 +72,10 @@ class ReserveReply:
     needed_bytes: int
     """TOO_LARGE: bytes of all blocks; else what was, or must become, free for this request."""
     capacity_bytes: int
+    segment: str = ""
+    """Where puts of this reservation belong; "" when the store has one segment only."""
+    promoted_blocks: int = 0
+    """Of the hit, those that came back from the SSD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,30 @@ class Removal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """What an operator's call did."""
+
+    hashes: list[BlockHash]
+    """Blocks that stopped being sealed, children before parents."""
+    num_bytes: int
+    num_pinned: int
+    """Blocks that were asked for and stay, because requests hold them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockInfo:
+    hash: BlockHash
+    parent: BlockHash
+    layout: KVLayout
+    is_sealed: bool
+    num_refs: int
+    """Reservations that hold it."""
+    num_uses: int
+    idle_s: float
+    """Seconds since the last reservation ended; 0 while one holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolStats:
     capacity_bytes: int
     used_bytes: int
@@ -96,17 +126,23 @@ class PoolStats:
     reservations: int
     pinned_blocks: int
     objects_to_remove: int
+    ssd_capacity_bytes: int = 0
+    """0: no SSD tier."""
+    ssd_used_bytes: int = 0
+    ssd_blocks: int = 0
 
 
 @dataclass(slots=True)
 class _Block:
     parent: BlockHash
     layout: KVLayout
+    position: int
     num_refs: int = 0
     is_complete: bool = False
     is_sealed: bool = False
     children: set[BlockHash] = field(default_factory=set)
     last_use: int = 0
+    num_uses: int = 0
     released_s: float = 0.0
 
 
@@ -126,24 +162,32 @@ class _Leaving:
     is_busy: bool = False
 
 
+_ColdEntry: TypeAlias = tuple[tuple[int, ...], BlockHash]
+
+
 class PoolState:
     """Not thread safe: one owner calls it, between two awaits."""
 
-    def __init__(self, *, capacity_bytes: int, clock: Clock) -> None:
+    def __init__(self, *, capacity_bytes: int, clock: Clock, policy: str = "lru", node_id: str = LOCAL_NODE_ID) -> None:
+        """`policy` is a name in EVICTION_POLICIES; `node_id` names the holder in the keys of its objects."""
         self.capacity_bytes = capacity_bytes
+        self.node_id = node_id
+        self._rank = EVICTION_POLICIES[policy]
         self._clock = clock
         self._used_bytes = 0
         self._idle_bytes = 0
         """Of sealed blocks without references."""
         self._leaving_bytes = 0
+        """Of full blocks. A partial one was just read, so that its reader's lease, seconds, keeps it: nobody waits for its room while
+        there are cold blocks."""
         self._num_sealed = 0
         self._num_pinned = 0
         self._use_count = 0
         self._blocks: dict[BlockHash, _Block] = {}
         self._reservations: dict[RequestKey, _Reservation] = {}
         self._leaving: dict[BlockHash | RequestKey, _Leaving] = {}
-        self._cold: list[tuple[int, BlockHash]] = []
-        """Heap of (last use, hash). Entries go stale; `_is_cold` tells which ones count."""
+        self._cold: list[_ColdEntry] = []
+        """Heap of (rank, hash). Entries go stale; `_is_cold` tells which ones count."""
 
     @property
     def free_bytes(self) -> int:
@@ -159,8 +203,33 @@ class PoolState:
             objects_to_remove=sum(leaving.layout.num_groups for leaving in self._leaving.values() if leaving.nbytes),
         )
 
+    @property
+    def used_fraction(self) -> float:
+        return self._used_bytes / self.capacity_bytes
+
+    def keys_of(self, hashes: Sequence[BlockHash]) -> list[str]:
+        """Names of the objects of those blocks that are known here."""
+        known = [(each, self._blocks[each].layout) for each in hashes if each in self._blocks]
+        return [key for each, layout in known for key in object_keys(each, layout, holder=self.node_id)]
+
     def holds(self, owner: RequestKey) -> bool:
         return owner in self._reservations
+
+    def find_sealed(self, block_hash: BlockHash) -> tuple[BlockHash, KVLayout] | None:
+        """Parent and layout of a block that prefix matching may use, None if it is not here."""
+        block = self._blocks.get(block_hash)
+        return (block.parent, block.layout) if block is not None and block.is_sealed else None
+
+    def hit_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of these blocks, from the first on, are sealed."""
+        for position, block_hash in enumerate(hashes):
+            if not self.is_sealed(block_hash):
+                return position
+        return len(hashes)
+
+    def is_sealed(self, block_hash: BlockHash) -> bool:
+        block = self._blocks.get(block_hash)
+        return block is not None and block.is_sealed
 
     def reserve(self, request: ReserveRequest) -> ReserveReply:
         """Pin every block of a prompt and set room aside for the ones that are not there. All or nothing; idempotent.
@@ -182,7 +251,7 @@ class PoolState:
         return self._reply(ReserveResult.RESERVED, request, needed)
 
     def evict_for(self, request: ReserveRequest) -> list[BlockHash]:
-        """Start to remove cold blocks until `request` fits, least recently used first, never one that it asks for.
+        """Start to remove cold blocks until `request` fits, in the order of the policy, never one that it asks for.
 
         Returns: the blocks that stopped being sealed; empty when nothing is short, when what is leaving already will do,
             or when even all cold blocks are not enough.
@@ -196,22 +265,30 @@ class PoolState:
         )
         if short <= 0 or short > self._idle_bytes - idle_asked:
             return []
-        victims: list[BlockHash] = []
-        kept: list[tuple[int, BlockHash]] = []
-        while short > 0:
-            entry = heapq.heappop(self._cold)
-            block_hash = entry[1]
-            if not self._is_cold(entry):
-                continue
-            if block_hash in asked:
-                kept.append(entry)
-                continue
-            short -= self._blocks[block_hash].layout.block_bytes
+        return self._evict(short, spared=asked)
+
+    def evict_coldest(self, num_bytes: int) -> Eviction:
+        """Start to remove blocks of at least `num_bytes` in the order of the policy, or all that nobody holds."""
+        idle_bytes = self._idle_bytes
+        hashes = self._evict(min(num_bytes, idle_bytes))
+        return Eviction(hashes=hashes, num_bytes=idle_bytes - self._idle_bytes, num_pinned=0)
+
+    def evict_chains(self, hashes: Iterable[BlockHash]) -> Eviction:
+        """Start to remove these blocks and all that follow them, but for those that reservations hold. Unknown ones are gone already."""
+        found: dict[BlockHash, _Block] = {}
+        stack = list(hashes)
+        while stack:
+            block_hash = stack.pop()
+            block = self._blocks.get(block_hash)
+            if block is not None and block_hash not in found:
+                found[block_hash] = block
+                stack.extend(block.children)
+        idle = [block_hash for block_hash, block in found.items() if not block.num_refs]
+        idle.sort(key=lambda block_hash: found[block_hash].position, reverse=True)
+        for block_hash in idle:
             self._start_leaving(block_hash)
-            victims.append(block_hash)
-        for entry in kept:
-            heapq.heappush(self._cold, entry)
-        return victims
+        num_bytes = sum(found[block_hash].layout.block_bytes for block_hash in idle)
+        return Eviction(hashes=idle, num_bytes=num_bytes, num_pinned=len(found) - len(idle))
 
     def seal(self, owner: RequestKey, *, first_block: int, num_blocks: int) -> list[StoredRun]:
         """Mark blocks whose objects were all seen to exist; returns what became visible to prefix matching. Idempotent.
@@ -269,7 +346,6 @@ class PoolState:
                 self._start_leaving(block_hash)
         if request.has_partial:
             self._leaving[owner] = _Leaving(request.layout, request.layout.block_bytes, released_s=now, due_s=now)
-            self._leaving_bytes += request.layout.block_bytes
 
     def expire(self) -> list[RequestKey]:
         """Release what was not renewed in time; returns it."""
@@ -291,7 +367,7 @@ class PoolState:
                 break
             leaving.is_busy = True
             # Named only now: a long prompt that is given up has a million objects.
-            due.append(Removal(owner, _object_keys(owner, leaving.layout)))
+            due.append(Removal(owner, object_keys(owner, leaving.layout, holder=self.node_id)))
             num_objects += leaving.layout.num_groups
         return due
 
@@ -304,7 +380,8 @@ class PoolState:
             leaving.due_s = now + RETRY_REMOVAL_S
             return
         self._used_bytes -= leaving.nbytes
-        self._leaving_bytes -= leaving.nbytes
+        if not isinstance(removal.owner, RequestKey):
+            self._leaving_bytes -= leaving.nbytes
         leaving.nbytes = 0
         age_s = now - leaving.released_s
         recheck_s = next((at_s for at_s in _RECHECKS_S if at_s > age_s), None)
@@ -312,6 +389,22 @@ class PoolState:
             del self._leaving[removal.owner]
         else:
             leaving.due_s = leaving.released_s + recheck_s
+
+    def blocks(self, *, max_blocks: int | None = None) -> Iterator[BlockInfo]:
+        """What is held, in the order of arrival. Other calls may come between two blocks; what left by then is left out."""
+        now = self._clock.now()
+        for block_hash in list(islice(self._blocks, max_blocks)):
+            block = self._blocks.get(block_hash)
+            if block is not None:
+                yield BlockInfo(
+                    hash=block_hash,
+                    parent=block.parent,
+                    layout=block.layout,
+                    is_sealed=block.is_sealed,
+                    num_refs=block.num_refs,
+                    num_uses=block.num_uses,
+                    idle_s=0.0 if block.num_refs else max(0.0, now - block.released_s),
+                )
 
     def sealed_runs(self, *, max_blocks: int) -> list[StoredRun]:
         """Everything that prefix matching may use, parents first, in runs of at most `max_blocks`."""
@@ -341,16 +434,19 @@ class PoolState:
                 assert block_hash in parent.children, "a child that its parent does not know"
                 assert parent.is_sealed or not block.is_sealed, "a sealed block under an open one"
                 assert parent.num_refs >= 1 or not block.num_refs, "a pinned block under one that may leave"
+                assert parent.num_uses >= block.num_uses, "a block that was used more often than its parent"
+            assert block.position == (0 if parent is None else parent.position + 1), "a block at a wrong position"
             if block.is_sealed and not block.num_refs:
                 idle_bytes += block.layout.block_bytes
-                assert block.children or (block.last_use, block_hash) in cold, "a cold block that is never evicted"
+                assert block.children or (self._rank(block), block_hash) in cold, "a cold block that is never evicted"
         block_bytes = sum(block.layout.block_bytes for block in self._blocks.values())
         partial_bytes = sum(
             held.request.layout.block_bytes for held in self._reservations.values() if held.request.has_partial
         )
         leaving_bytes = sum(leaving.nbytes for leaving in self._leaving.values())
+        leaving_full = sum(each.nbytes for owner, each in self._leaving.items() if not isinstance(owner, RequestKey))
         assert idle_bytes == self._idle_bytes, f"idle bytes {self._idle_bytes}, counted {idle_bytes}"
-        assert leaving_bytes == self._leaving_bytes, f"leaving bytes {self._leaving_bytes}, counted {leaving_bytes}"
+        assert leaving_full == self._leaving_bytes, f"leaving bytes {self._leaving_bytes}, counted {leaving_full}"
         assert self._num_sealed == sum(block.is_sealed for block in self._blocks.values()), "sealed blocks miscounted"
         assert self._num_pinned == sum(bool(block.num_refs) for block in self._blocks.values()), "pins miscounted"
         counted = block_bytes + partial_bytes + leaving_bytes
@@ -388,11 +484,11 @@ class PoolState:
 
     def _grant(self, request: ReserveRequest) -> None:
         parent = request.root
-        for block_hash in request.hashes:
+        for position, block_hash in enumerate(request.hashes):
             block = self._blocks.get(block_hash)
             if block is None:
                 self._stop_leaving(block_hash)
-                block = self._blocks[block_hash] = _Block(parent, request.layout)
+                block = self._blocks[block_hash] = _Block(parent, request.layout, position)
                 self._used_bytes += request.layout.block_bytes
                 if parent in self._blocks:
                     self._blocks[parent].children.add(block_hash)
@@ -400,6 +496,7 @@ class PoolState:
                 self._idle_bytes -= block.layout.block_bytes
             self._num_pinned += not block.num_refs
             block.num_refs += 1
+            block.num_uses += 1
             parent = block_hash
         if request.has_partial:
             self._stop_leaving(request.owner)
@@ -407,14 +504,11 @@ class PoolState:
         self._reservations[request.owner] = _Reservation(request, self._clock.now() + request.lease_s)
 
     def _reply(self, result: ReserveResult, request: ReserveRequest, needed_bytes: int) -> ReserveReply:
-        hit_blocks = 0
-        for block_hash in request.hashes:
-            block = self._blocks.get(block_hash)
-            if block is None or not block.is_sealed:
-                break
-            hit_blocks += 1
         return ReserveReply(
-            result=result, hit_blocks=hit_blocks, needed_bytes=needed_bytes, capacity_bytes=self.capacity_bytes
+            result=result,
+            hit_blocks=self.hit_blocks(request.hashes),
+            needed_bytes=needed_bytes,
+            capacity_bytes=self.capacity_bytes,
         )
 
     def _seal_from(self, block_hash: BlockHash, sealed: list[BlockHash]) -> None:
@@ -441,22 +535,41 @@ class PoolState:
                 runs.append([block_hash])
         return [StoredRun(self._blocks[run[0]].parent, tuple(run)) for run in runs]
 
-    def _is_cold(self, entry: tuple[int, BlockHash]) -> bool:
-        last_use, block_hash = entry
+    def _evict(self, num_bytes: int, *, spared: Set[BlockHash] = frozenset()) -> list[BlockHash]:
+        """Blocks of at least `num_bytes`, which are there, start to leave."""
+        victims: list[BlockHash] = []
+        kept: list[_ColdEntry] = []
+        while num_bytes > 0:
+            entry = heapq.heappop(self._cold)
+            block_hash = entry[1]
+            if not self._is_cold(entry):
+                continue
+            if block_hash in spared:
+                kept.append(entry)
+                continue
+            num_bytes -= self._blocks[block_hash].layout.block_bytes
+            self._start_leaving(block_hash)
+            victims.append(block_hash)
+        for entry in kept:
+            heapq.heappush(self._cold, entry)
+        return victims
+
+    def _is_cold(self, entry: _ColdEntry) -> bool:
+        rank, block_hash = entry
         block = self._blocks.get(block_hash)
         return (
             block is not None
             and block.is_sealed
             and not block.num_refs
             and not block.children
-            and block.last_use == last_use
+            and self._rank(block) == rank
         )
 
     def _note_if_cold(self, block_hash: BlockHash) -> None:
-        entry = (self._blocks[block_hash].last_use, block_hash)
-        if not self._is_cold(entry):
+        block = self._blocks[block_hash]
+        if block.children or block.num_refs or not block.is_sealed:
             return
-        heapq.heappush(self._cold, entry)
+        heapq.heappush(self._cold, (self._rank(block), block_hash))
         if len(self._cold) > 2 * len(self._blocks) + 1024:
             self._cold = [entry for entry in set(self._cold) if self._is_cold(entry)]
             heapq.heapify(self._cold)
@@ -481,15 +594,17 @@ class PoolState:
         leaving = self._leaving.pop(owner, None)
         if leaving is not None:
             self._used_bytes -= leaving.nbytes
-            self._leaving_bytes -= leaving.nbytes
+            if not isinstance(owner, RequestKey):
+                self._leaving_bytes -= leaving.nbytes
 
 
-def _object_keys(owner: BlockHash | RequestKey, layout: KVLayout) -> tuple[str, ...]:
+def object_keys(owner: BlockHash | RequestKey, layout: KVLayout, *, holder: str) -> tuple[str, ...]:
+    """Names of the objects of a full block, or of the partial block of a request."""
     groups = range(layout.num_groups)
     if isinstance(owner, RequestKey):
         return tuple(partial_key(owner.request_id, owner.epoch, group_idx) for group_idx in groups)
     digest = layout.digest()
-    return tuple(block_key(digest, group_idx, owner) for group_idx in groups)
+    return tuple(block_key(digest, group_idx, owner, holder) for group_idx in groups)
 
 
 def _check_same_chain(held: ReserveRequest, asked: ReserveRequest) -> None:

@@ -73,7 +73,7 @@ class StepContext:
     ) -> None:
         """
         Args:
-            layers: global layer index -> its pages [P, planes, K, S, H].
+            layers: global layer index -> its pages [P, planes, K, S, H]; asked once a layer, before they are touched.
             on_layer_written: called with the global layer index as soon as the K/V of all rows are in the pages.
             native: the same segments for the native kernels, where they fit the pages.
             fused: the same segments for torch's fused kernels; not together with `native`.

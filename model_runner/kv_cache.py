@@ -8,7 +8,7 @@ A slot has exactly the bytes of the stored object, so a put or a get is one cont
 On CUDA pages are copied between the device and their host slots on streams of their own:
 
     compute thread  | layers of group 0 | mark_written(0) | layers of group 1 | mark_written(1) | ...
-    put thread                            copy_out(0): waits for the mark, copies, returns when the bytes are on the host
+    put thread                            copy_out(0): waits for its mark, copies, returns when the bytes are on the host
     fetch thread      copy_in(g): copies, returns when the bytes are on the device; only then is a step told of them
 
 so no copy waits for layers that came after its own, and the compute stream waits for none.
@@ -25,6 +25,8 @@ from kvstore.layout import KVLayout
 from model_runner.stage import StageSpec
 from moontide.errors import ConfigError
 
+WriteMark = torch.cuda.Event
+"""The moment on the device after all writes of a step to a layer group."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -89,6 +91,10 @@ class PagedKVCache:
         assert 0 <= page < self.num_pages, f"page {page} of {self.num_pages}"
         return int(self._host.data_ptr()) + self._offsets[group_idx] + page * self._layout.object_bytes(group_idx)
 
+    def slot_bytes(self, group_idx: int) -> int:
+        """Bytes of one page in one layer group."""
+        return self._layout.object_bytes(group_idx)
+
     def zero_tail(self, page: int, from_token: int) -> None:
         """Zero the positions >= `from_token` of a page in all layers, so that a partial block carries no other's K/V."""
         assert 0 <= page < self.num_pages
@@ -101,13 +107,18 @@ class PagedKVCache:
         if self._copies is not None:
             self._copies.written[group_idx] = torch.cuda.current_stream(self._device).record_event()
 
-    def copy_out(self, group_idx: int, pages: list[int]) -> None:
-        """Bring the host slots of these pages up to date, before they are put: all that is written up to the group's
-        last mark. Returns when the bytes are there."""
+    def last_mark(self, group_idx: int) -> WriteMark | None:
+        """The group's last mark, for a `copy_out` later on. None where nothing has to be waited for."""
+        return None if self._copies is None else self._copies.written.get(group_idx)
+
+    def copy_out(self, group_idx: int, pages: list[int], *, written: WriteMark | None = None) -> None:
+        """Bring the host slots of these pages up to date, before they are put: all that is written up to the mark
+        `written`, by default the group's last. A later step's mark is a wait for that step. Returns when the bytes are there."""
         if self._copies is None:
             return
-        if group_idx in self._copies.written:
-            self._copies.out_stream.wait_event(self._copies.written[group_idx])
+        mark = written or self.last_mark(group_idx)
+        if mark is not None:
+            self._copies.out_stream.wait_event(mark)
         on_device, on_host = self._slots[group_idx]
         _copy(on_host, on_device, pages, self._copies.out_stream)
 

@@ -148,9 +148,11 @@ class PacedRunner:
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
+        before_layer_group: Callable[[int], None] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """See Runner. Returns after the step's time; what writing the K/V takes is inside of it, unless it alone takes longer."""
+        """See Runner. Returns after the step's time and what `before_layer_group` waits; what writing the K/V takes is inside
+        of it, unless it alone takes longer."""
         started_s = self._clock.now()
         given = token_ids_T if self.spec.is_first_stage else hidden_TD
         assert given is not None
@@ -158,6 +160,10 @@ class PacedRunner:
         pages_T, slots_T, positions_T = self._places(segments)
         step_s = self._pace.time_s(StepShape.of_chunks((each.num_tokens, each.start) for each in segments))
         for group_idx in self.kv.groups:
+            if before_layer_group is not None:
+                waited_since_s = self._clock.now()
+                before_layer_group(group_idx)
+                started_s += self._clock.now() - waited_since_s
             layers = self._layout.group_layers(group_idx)
             for layer_idx in layers:
                 kv_TH = paced_kv(layer_idx, positions_T, head_dim=self.info.head_dim).to(self.kv.layer(0).dtype)

@@ -55,6 +55,7 @@ class Runner(Protocol):
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
+        before_layer_group: Callable[[int], None] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Run this stage's layers over the packed rows of all segments and write their K/V to the pages.
@@ -62,6 +63,8 @@ class Runner(Protocol):
         Args:
             token_ids_T: [T] int64, the segments' tokens one after the other; on the first stage.
             hidden_TD: [T, D] from the stage before; on the others.
+            before_layer_group: called in this thread with a group's global index before anything touches its pages; may wait
+                until the K/V of earlier positions is there.
             on_layer_group: called in this thread with a group's global index once all its K/V of this step are in the
                 pages; the rest of the group's last layer and later layers may be still to come.
         Returns: [T, D]; on the last stage float32 logits [segments with wants_logits, V] of their last tokens.
@@ -147,10 +150,11 @@ class StageRunner:
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
+        before_layer_group: Callable[[int], None] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
         """See Runner."""
-        step, positions_T = self._plan(segments, on_layer_group)
+        step, positions_T = self._plan(segments, before_layer_group, on_layer_group)
         given = token_ids_T if self.spec.is_first_stage else hidden_TD
         assert given is not None
         assert given.shape[0] == positions_T.shape[0], "rows and segments differ"
@@ -168,7 +172,10 @@ class StageRunner:
         return self._model.logits(hidden, positions_T, step, rows=rows)
 
     def _plan(
-        self, segments: Sequence[Segment], on_layer_group: Callable[[int], None] | None
+        self,
+        segments: Sequence[Segment],
+        before_layer_group: Callable[[int], None] | None,
+        on_layer_group: Callable[[int], None] | None,
     ) -> tuple[StepContext, Tensor]:
         placed: list[StepSegment] = []
         row = 0
@@ -181,7 +188,7 @@ class StageRunner:
             placed,
             page_tokens=self.kv.page_tokens,
             device=self._device,
-            layers=self._layer,
+            layers=self._layer if before_layer_group is None else self._gated_layers(before_layer_group),
             on_layer_written=self._group_notifier(on_layer_group),
             native=None if self._attention_kernels is None else NativeStep(self._attention_kernels, placed),
             fused=FusedStep(placed, page_tokens=self.kv.page_tokens, device=self._device) if self._is_fused else None,
@@ -190,6 +197,16 @@ class StageRunner:
 
     def _layer(self, layer_idx: int) -> Tensor:
         return self.kv.layer(layer_idx - self.spec.start_layer)
+
+    def _gated_layers(self, before_layer_group: Callable[[int], None]) -> Callable[[int], Tensor]:
+        first_layers = {self._layout.group_layers(group_idx)[0]: group_idx for group_idx in self.kv.groups}
+
+        def layer(layer_idx: int) -> Tensor:
+            if layer_idx in first_layers:
+                before_layer_group(first_layers[layer_idx])
+            return self._layer(layer_idx)
+
+        return layer
 
     def _group_notifier(self, on_layer_group: Callable[[int], None] | None) -> Callable[[int], None]:
         last_layers = {self._layout.group_layers(group_idx)[-1]: group_idx for group_idx in self.kv.groups}

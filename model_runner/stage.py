@@ -7,6 +7,9 @@ from pathlib import Path
 
 from moontide.errors import ConfigError
 
+MEASURED = "measured"
+"""Value of `prefill.layer_split`: even at first, then by the speeds that the stages have measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -72,11 +75,11 @@ def split_layers(
 
 
 def parse_layer_split(text: str, num_layers: int, num_stages: int, *, layer_group: int) -> list[StageSpec]:
-    """The stages that `prefill.layer_split` asks for; as even as they can be when it is empty.
+    """The stages that `prefill.layer_split` asks for; as even as they can be when it is empty, or not measured yet.
 
     Raises: ConfigError if the split is not one of this model and group.
     """
-    if not text:
+    if text in ("", MEASURED):
         return split_layers(num_layers, num_stages, layer_group=layer_group)
     even = split_layers(num_layers, num_stages, layer_group=layer_group)
     way_out = f"leave it empty for {format_layer_split(even)}"

@@ -1,7 +1,7 @@
 """How a node makes itself known: a record under a lease in Redis or Valkey, renewed by heartbeats.
 
 Keys: `moontide:node:{node_id}` holds the JSON of a NodeRecord and expires with the lease. When Redis goes away the node goes on and
-announces itself again once it is back. Readers live in the conductor.
+announces itself again once it is back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moontide.config import RegistryConfig
 from moontide.log import get_logger
 
 NODE_KEY_PREFIX = "moontide:node:"
+_KEYS_PER_READ = 512
 
 log = get_logger(__name__)
 
@@ -121,6 +122,20 @@ class Announcer:
                 "registry connected" if connected else "registry lost", reason=reason or "none"
             )
         self.connected = connected
+
+
+async def read_records(connection: redis.Redis) -> list[NodeRecord]:
+    """Of all nodes whose lease holds; what cannot be read is left out. Raises: RedisError, OSError."""
+    keys = [key async for key in connection.scan_iter(match=NODE_KEY_PREFIX + "*", count=_KEYS_PER_READ)]
+    records = []
+    for text in await connection.mget(keys) if keys else []:
+        if text is None:
+            continue  # it expired between the two reads
+        try:
+            records.append(NodeRecord.from_json(str(text)))
+        except (TypeError, json.JSONDecodeError) as error:
+            log.warning("unreadable node record left out", error=str(error))
+    return records
 
 
 def raise_if_cancelled() -> None:

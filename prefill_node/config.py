@@ -12,6 +12,7 @@ from moontide.errors import ConfigError
 MODES = ("cpp", "chunked-serial", "request-pp")
 POLICIES = ("lars", "edf", "srpt", "fcfs")
 CHUNKINGS = ("equal-time", "fixed")
+PUSHES = ("auto", "layer-wise", "at-end", "after-prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,16 @@ class PrefillConfig:
     starvation_s: float = 30.0
     """A prompt that got no step, or no pages, for so long goes first once, whatever the policy."""
     layer_split: str = ""
-    """Layers of each stage, as "16,14": borders are multiples of kv.layer_group; empty: as even as they allow."""
+    """Layers of each stage, as "16,14": borders are multiples of kv.layer_group; empty: as even as they allow; measured: by the
+    speeds of the stages. Stage 0 keeps a split that is 5 % faster in the registry, and the stages start again with it."""
     num_pages: int = 0
     """Pages of this stage, one block each; 0 makes room for two prompts of the model's full context."""
+    push: str = "auto"
+    """When the KV of a step is put into the store. auto: layer-wise, and at-end where that costs more than it hides by measured times |
+    layer-wise: each layer group behind the compute of the next | at-end: all groups at the end of the step | after-prefill: all
+    steps at the end of the prompt. The last is there to be compared with."""
+    max_push_bytes: int = 32 << 20
+    """Most bytes of this stage on their way into the store at a time; more waits in the pages. A larger object goes alone."""
     slack: int = 1
     """Micro-batches in flight beyond one per stage: they hide the way of a report back to stage 0."""
     max_queue: int = 256
@@ -67,12 +75,12 @@ class PrefillConfig:
             raise ConfigError(
                 f"prefill.stage_idx={self.stage_idx} must lie in [0, num_stages={self.num_stages}); count from 0"
             )
-        for name, choices in (("mode", MODES), ("policy", POLICIES), ("chunking", CHUNKINGS)):
+        for name, choices in (("mode", MODES), ("policy", POLICIES), ("chunking", CHUNKINGS), ("push", PUSHES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(
                     f"prefill.{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
                 )
-        for name in ("chunk_tokens", "max_queue"):
+        for name in ("chunk_tokens", "max_queue", "max_push_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"prefill.{name}={getattr(self, name)} must be at least 1")
         for name in ("num_pages", "slack"):

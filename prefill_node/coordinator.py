@@ -18,6 +18,7 @@ from kvstore.client import StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
 from kvstore.pool import RequestKey, ReserveResult
+from kvstore.seal import wait_until_stored
 from model_runner.model_source import ModelInfo
 from moontide.clock import Clock
 from moontide.errors import (
@@ -35,7 +36,6 @@ from moontide_proto.v1 import prefill_pb2
 from prefill_node.admission import AdmissionQueue
 from prefill_node.config import PrefillConfig
 from prefill_node.interrupt import Interrupt
-from prefill_node.kv_push import wait_until_stored
 from prefill_node.metrics import GroupMetrics
 from prefill_node.prompt import Prompt, read_prompt
 from prefill_node.session import GroupSession
@@ -450,7 +450,7 @@ class Coordinator:
     async def _wait_until_stored(self, prompt: Prompt, first_block: int, end_block: int) -> None:
         await wait_until_stored(
             self._client,
-            prompt.block_refs(first_block, end_block),
+            prompt.block_refs(first_block, end_block, holder=self._store_node_id),
             timeout_s=self._config.seal_timeout_s,
             failed=prompt.failed_puts,
         )

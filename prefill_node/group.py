@@ -241,7 +241,11 @@ class GroupLeader:
             )
         if (hello.layout_digest, hello.hidden_size) != (mine.layout_digest, mine.hidden_size):
             raise NodeLost("it serves another model, dtype or block geometry; start all stages with equal settings")
-
+        if hello.store_node_id != mine.store_node_id:
+            raise NodeLost(
+                f"it stores for {hello.store_node_id} and stage 0 for {mine.store_node_id}; start all stages with one "
+                "store.service_address"
+            )
         if list(hello.layer_split) != list(mine.layer_split):
             raise NodeLost(
                 f"its stages have {_listed(hello.layer_split)} layers and those of this group {_listed(mine.layer_split)}; "

@@ -35,9 +35,23 @@ class StageMetrics:
         )  # fmt: skip
         self.steps = Counter("prefill_stage_steps", "Forwards that ran.", registry=registry)
         self.chunk_tokens = Counter("prefill_chunk_tokens", "Prompt tokens computed.", registry=registry)
-        self.put_seconds = Counter(
-            "prefill_put_seconds", "Time from first to last put of the steps.", registry=registry
+        self.pushes = Counter(
+            "prefill_pushes", "Steps whose KV is put layer-wise, at-end (of the step) or after-prefill (of the prompt).",
+            ["mode"], registry=registry,
+        )  # fmt: skip
+        self.put_seconds = Counter("prefill_put_seconds", "Time in calls that put.", registry=registry)
+        self.put_wait_seconds = Counter(
+            "prefill_put_wait_seconds", "Time that steps with KV to be put waited for the puts before them.",
+            registry=registry,
+        )  # fmt: skip
+        self.put_bytes = Counter("prefill_put_bytes", "Bytes given to calls that put.", registry=registry)
+        self.put_waiting_bytes = Gauge(
+            "prefill_put_waiting_bytes", "Computed KV that no call has taken yet.", registry=registry
         )
+        self.put_batch_objects = Histogram(
+            "prefill_put_batch_objects", "Objects of a call that puts.", registry=registry,
+            buckets=[2**power for power in range(11)],
+        )  # fmt: skip
         self.puts_failed = Counter(
             "prefill_puts_failed", "Objects whose put failed after all attempts.", registry=registry
         )

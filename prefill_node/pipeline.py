@@ -14,6 +14,7 @@ Tensor shapes: T tokens of the step, D hidden size, R rows that get logits, V vo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,15 @@ from torch import Tensor
 
 from kvstore.block import BLOCK_HASH_BYTES, BlockHash
 from kvstore.client import BlockRef, StoreClient
+from kvstore.node import NodeIdentity
 from kvstore.pool import RequestKey
+from model_runner.kv_fetch import fetch_blocks
 from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
 from moontide.clock import Clock
 from moontide.errors import Internal
 from moontide.log import get_logger
+from moontide.perf_model import OnlineFit, StepModel, StepSample, StepShape
 from moontide.sampling_params import SamplingParams
 from moontide.token_ids import unpack_token_ids
 from moontide_proto.v1 import common_pb2, stage_pb2
@@ -106,6 +110,7 @@ class _Step:
     segments: tuple[Segment, ...]
     partial_pages: tuple[tuple[int, int], ...]
     """(page, tokens in it) of the partial blocks that the step finishes."""
+    shape: StepShape
     push: StepPush
     expected: ExpectedTensor
 
@@ -138,22 +143,30 @@ class StagePipeline:
         epoch: int,
         runner: Runner,
         client: StoreClient,
+        store: NodeIdentity,
         threads: StageThreads,
         report: Report,
         clock: Clock,
         metrics: StageMetrics,
         dtype: str,
         transfer_timeout_s: float,
+        step_model: StepModel | None,
+        push: str,
+        max_push_bytes: int,
     ) -> None:
         """
         Args:
+            store: the store process that accounts what this group stores.
             report: takes this stage's reports, on the event loop.
             dtype: of the hidden states.
             transfer_timeout_s: bound on one tensor's way over a link.
+            step_model: how long this stage takes for a step, if that is known.
+            push: `prefill.push`; `max_push_bytes` likewise.
         """
         self._epoch = epoch
         self._runner = runner
         self._client = client
+        self._holder = store.node_id
         self._threads = threads
         self._send_report = report
         self._clock = clock
@@ -168,6 +181,7 @@ class StagePipeline:
         self._link_free_s = 0.0
         """When the last hidden states were sent."""
         self.times = StageTimes(metrics, clock)
+        self._step_times = OnlineFit(step_model)
         self._closed = threading.Event()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._pusher = KVPusher(
@@ -175,9 +189,13 @@ class StagePipeline:
             kv=runner.kv,
             put_thread=threads.put,
             clock=clock,
+            metrics=metrics,
+            mode=push,
+            max_call_bytes=max_push_bytes,
             skip=self._is_over,
             on_done=lambda result: self._on_loop(lambda: self._finish_puts(result)),
             retry_wait=self._closed.wait,
+            segment=store.segment,
         )
 
     async def run(self, *, receiver: LinkReceiver | None, sender: LinkSender | None) -> None:
@@ -194,6 +212,7 @@ class StagePipeline:
         while not self._running.empty():
             self._running.get_nowait().computed.cancel()
         await self._threads.wait_idle(timeout_s=timeout_s)
+        self._metrics.put_waiting_bytes.set(0)
 
     def apply(self, entry: stage_pb2.LogEntry) -> None:
         """Take the next entry of the log. Raises: Internal when it does not follow the one before."""
@@ -212,6 +231,7 @@ class StagePipeline:
         elif kind == "end":
             key = RequestKey(entry.end.request_id, entry.end.request_epoch)
             self._requests[key].is_ended = True
+            self._pusher.end_request(key)
             self._end_if_idle(key)
         else:
             raise Internal(f"log entry {entry.seq} is of an unknown kind; run one version on all stages")
@@ -241,19 +261,23 @@ class StagePipeline:
                 names.append(None)
                 partial_pages.append((request.pages[end // page_tokens], end % page_tokens))
             blocks += [
-                PushBlock(BlockRef(name, key.request_id, key.epoch), request.pages[first_page + offset])
+                PushBlock(BlockRef(name, key.request_id, key.epoch, self._holder), request.pages[first_page + offset])
                 for offset, name in enumerate(names)
             ]
+        shape = StepShape.of_chunks((segment.num_tokens, segment.start) for segment in segments)
+        step_model = self._step_times.model
         return _Step(
             seq=seq,
             chunks=tuple(compute.chunks),
             segments=tuple(segments),
             partial_pages=tuple(partial_pages),
-            push=StepPush(
-                seq=seq,
+            shape=shape,
+            push=self._pusher.plan(
+                seq,
+                blocks,
                 requests=[chunk_key(chunk) for chunk in compute.chunks],
-                blocks=blocks,
-                groups_left=len(self._runner.kv.groups),
+                finished=[chunk_key(chunk) for chunk in compute.chunks if chunk.is_last],
+                step_s=step_model.time_s(shape) if step_model else None,
             ),
             expected=ExpectedTensor(
                 epoch=self._epoch,
@@ -301,6 +325,8 @@ class StagePipeline:
         """
         running = await self._running.get()
         step, computed = running.step, await running.computed
+        compute_s = computed.ended_s - computed.started_s
+        self._step_times.add(StepSample(step.shape, compute_s))
         wait_send_s = max(0.0, self._link_free_s - computed.ended_s)
         self._metrics.wait_send_seconds.inc(wait_send_s)
         self._metrics.chunk_tokens.inc(step.expected.num_tokens)
@@ -312,7 +338,7 @@ class StagePipeline:
                 seq=step.seq,
                 wait_recv_s=wait_recv_s,
                 wait_send_s=wait_send_s,
-                compute_s=computed.ended_s - computed.started_s,
+                compute_s=compute_s,
                 age_s=self._clock.now() - computed.ended_s,
                 tokens=computed.tokens,
             )
@@ -343,7 +369,6 @@ class StagePipeline:
 
     def _finish_puts(self, result: PushResult) -> None:
         self.times.close_store_job()
-        self._metrics.put_seconds.inc(result.put_s)
         self._metrics.puts_failed.inc(result.failed)
         self._report(
             puts_done=stage_pb2.PutsDone(
@@ -377,21 +402,16 @@ class StagePipeline:
 
     def _fetch_blocks(self, key: RequestKey, fetch: stage_pb2.FetchPrefix) -> int:
         """Blocks, from the start of the prompt, that are verified in the pages in all layer groups of this stage."""
-        kv = self._runner.kv
-        names = _split_hashes(fetch.block_hashes)
-        num_blocks = len(names)
-        for group_idx in kv.groups:
-            if self._is_over(key):
-                return 0
-            pages = list(fetch.pages[fetch.first_block : fetch.first_block + num_blocks])
-            wanted = [
-                (BlockRef(name, key.request_id, key.epoch), kv.slot_address(group_idx, page))
-                for name, page in zip(names, pages, strict=False)
-            ]
-            arrived = self._client.get_group(group_idx, wanted) if wanted else []
-            num_blocks = next((idx for idx, is_there in enumerate(arrived) if not is_there), len(arrived))
-            kv.copy_in(group_idx, pages[:num_blocks])
-        return fetch.first_block + num_blocks
+        hashes = _split_hashes(fetch.block_hashes)
+        refs = [BlockRef(name, key.request_id, key.epoch, self._holder) for name in hashes]
+        arrived = fetch_blocks(
+            self._client,
+            self._runner.kv,
+            list(zip(refs, fetch.pages[fetch.first_block :], strict=True)),
+            is_cancelled=lambda: self._is_over(key),
+            only_prefix=True,
+        )
+        return fetch.first_block + sum(itertools.takewhile(bool, arrived))
 
     def _finish_fetch(self, key: RequestKey, num_blocks: int, started_s: float, ended_s: float) -> None:
         self.times.close_store_job()

@@ -87,10 +87,12 @@ class Prompt:
     def has_partial(self) -> bool:
         return self.num_tokens % self.block_tokens != 0
 
-    def block_refs(self, first_block: int, end_block: int) -> list[BlockRef]:
+    def block_refs(self, first_block: int, end_block: int, *, holder: str) -> list[BlockRef]:
         """Names of blocks [first_block, end_block); the one after the last full block is the partial one."""
-        names = [*self.block_hashes, None][first_block:end_block]
-        return [BlockRef(name, self.key.request_id, self.key.epoch) for name in names]
+        names: list[BlockHash | None] = [*self.block_hashes[first_block:end_block]]
+        if end_block > len(self.block_hashes):
+            names.append(None)
+        return [BlockRef(name, self.key.request_id, self.key.epoch, holder) for name in names]
 
     def number_chunk(self, first_token: int) -> None:
         self._chunk_numbers[first_token] = self.num_chunks

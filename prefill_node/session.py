@@ -226,7 +226,12 @@ class GroupSession:
         return ranked(candidates, policy=self._config.policy, now_s=now_s, starvation_s=self._config.starvation_s)
 
     def _make_room(self, wanting: Candidate, prompt: Prompt, now_s: float) -> None:
-        """Take the pages of prompts behind the first in line, if it fits then. Pages that are on their way back count as free."""
+        """Take the pages of prompts behind the first in line, if it fits then. Pages that are on their way back count as free.
+
+        Nobody loses any where puts wait for the end of the prompt: what was computed is not in the store.
+        """
+        if self._config.push == "after-prefill":
+            return
         running = self._ranked([*self._scheduler.candidates(), wanting], now_s)
         behind = running[running.index(wanting) + 1 :]
         holders = [Holder(candidate=each, num_pages=self._own_pages(each.key)) for each in behind]
@@ -370,7 +375,8 @@ class GroupSession:
         for chunk in outcome.chunks:
             key = chunk_key(chunk)
             prompt = self._prompts[key]
-            prompt.put_tokens = chunk.first_token + chunk.num_tokens
+            # A step that another prompt shares is reported late if that prompt's puts are: after the next ones of this prompt.
+            prompt.put_tokens = max(prompt.put_tokens, chunk.first_token + chunk.num_tokens)
             prompt.failed_puts += outcome.failed
             prompt.puts_changed.set()
             self._end_if_drained(key)

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import secrets
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from kvstore.client import StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import NodeIdentity, StoreNode
+from kvstore.preflight import require_store
 from kvstore.transfer.base import Transfer
 from model_runner.runner import Runner
 from model_runner.stage import StageSpec
@@ -31,11 +32,12 @@ from moontide.perf_model import StepModel
 from moontide.registry import Announcer, NodeRecord
 from moontide.rpc import Server
 from moontide_proto.v1 import prefill_pb2_grpc, stage_pb2
-from prefill_node.balance import uneven_stages
+from prefill_node.balance import UnevenStages, uneven_stages
 from prefill_node.config import PrefillNodeConfig, split_address
 from prefill_node.coordinator import Coordinator
 from prefill_node.group import FormedGroup, GroupLeader, GroupMember
 from prefill_node.link import LinkListener, LinkReceiver, LinkSender
+from prefill_node.measured_split import MeasuredSplit
 from prefill_node.metrics import GroupMetrics, StageMetrics
 from prefill_node.pipeline import Report, StagePipeline, StageThreads
 from prefill_node.service import SERVICE_NAME, PrefillServicer
@@ -65,7 +67,8 @@ class Stage:
         client: StoreClient,
         *,
         layout: KVLayout,
-        split: Sequence[StageSpec],
+        split: list[StageSpec],
+        measured_split: MeasuredSplit | None = None,
         step_model: StepModel | None,
         transfer: Transfer,
         store_node: StoreNode,
@@ -76,6 +79,7 @@ class Stage:
         """
         Args:
             split: the layers of every stage of the group.
+            measured_split: where a better one is kept; None: the split stays.
             step_model: how long this stage takes for a step, if that is known.
             transfer: only its health is asked here.
             resources: what this stage owns beyond its own parts; closed last.
@@ -85,6 +89,7 @@ class Stage:
         self._client = client
         self._layout = layout
         self._split = split
+        self._measured_split = measured_split
         self._step_model = step_model
         self._uneven_stages = ""
         self._transfer = transfer
@@ -106,7 +111,7 @@ class Stage:
         self._ungrouped = asyncio.Event()
         self._ungrouped.set()
         self._store_problem: str | None = "the store was not asked yet"
-        self._store_boot_id = ""
+        self._store: NodeIdentity | None = None
         self._is_closing = False
         self.coordinator: Coordinator | None = None
         """On stage 0."""
@@ -168,7 +173,8 @@ class Stage:
     async def _start(self) -> None:
         node, prefill = self._config.node, self._config.prefill
         identity = await self._register_layout()
-        self._store_boot_id = identity.boot_id
+        self._store = identity
+        await require_store(self._config.store.master_http, identity.segment, host=node.host)
         await self._check_store()
         self.http_address = f"{node.host}:{await self._health.start(node.host, node.http_port)}"
         hello = self._hello()
@@ -234,6 +240,7 @@ class Stage:
         self._tasks.append(asyncio.create_task(self._lead(self._leader, self.coordinator), name="group"))
 
     def _hello(self) -> stage_pb2.Hello:
+        assert self._store is not None
         told = stage_pb2.StepModel(**dataclasses.asdict(self._step_model)) if self._step_model else None
         return stage_pb2.Hello(
             stage_idx=self._config.prefill.stage_idx,
@@ -244,6 +251,7 @@ class Stage:
             hidden_size=self._runner.info.hidden_size,
             step_model=told,
             layer_split=[spec.num_local_layers for spec in self._split],
+            store_node_id=self._store.node_id,
         )
 
     # Stage 0.
@@ -253,7 +261,9 @@ class Stage:
         assert self._group_metrics is not None
         while True:
             formed = await leader.form()
-            self._note_balance(formed)
+            uneven = self._note_balance(formed)
+            if self._measured_split is not None:
+                await self._measured_split.improve(self._split, uneven)
             pipeline = self._new_pipeline(formed.epoch, self._take_local_report)
             session = GroupSession(
                 epoch=formed.epoch,
@@ -285,7 +295,7 @@ class Stage:
                     await self._end_epoch(pipeline, epoch=formed.epoch, reason=reason)
             await asyncio.sleep(_REJOIN_S)
 
-    def _note_balance(self, formed: FormedGroup) -> None:
+    def _note_balance(self, formed: FormedGroup) -> UnevenStages | None:
         """Say what makes uneven stages faster, once for each new finding."""
         uneven = uneven_stages(
             self._split,
@@ -297,6 +307,7 @@ class Stage:
         if uneven and self._uneven_stages != before:
             say = log.warning if uneven.better_split else log.info
             say("uneven stages", group=self._config.prefill.group_id, advice=self._uneven_stages)
+        return uneven
 
     def _send(self, entry: stage_pb2.LogEntry) -> None:
         """Give an entry to every stage."""
@@ -348,6 +359,8 @@ class Stage:
         host, port = split_address("prefill.control_address", prefill.control_address)
         last_reason = ""
         while True:
+            if self._measured_split is not None:
+                await self._measured_split.check(self._split)
             try:
                 async with GroupMember.connect(
                     host, port, hello=hello, heartbeat_s=prefill.heartbeat_s, peer_timeout_s=prefill.peer_timeout_s
@@ -384,16 +397,21 @@ class Stage:
     # Both.
 
     def _new_pipeline(self, epoch: int, report: Report) -> StagePipeline:
+        assert self._store is not None
         self._pipeline = StagePipeline(
             epoch=epoch,
             runner=self._runner,
             client=self._client,
+            store=self._store,
             threads=self._threads,
             report=report,
             clock=self._clock,
             metrics=self._metrics,
             dtype=self._layout.dtype,
             transfer_timeout_s=self._config.prefill.peer_timeout_s,
+            step_model=self._step_model,
+            push=self._config.prefill.push,
+            max_push_bytes=self._config.prefill.max_push_bytes,
         )
         return self._pipeline
 
@@ -477,8 +495,8 @@ class Stage:
             self._store_problem = str(error)
             return
         self._store_problem = None
-        if identity.boot_id != self._store_boot_id:
-            self._store_boot_id = identity.boot_id
+        if identity != self._store:
+            self._store = identity
             if self.coordinator is not None:
                 self.coordinator.lose_store()
 

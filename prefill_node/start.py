@@ -17,8 +17,9 @@ from model_runner.load import load_runner
 from model_runner.model_source import describe_model
 from model_runner.profile import measured_model
 from model_runner.runner import StageRunner
-from model_runner.stage import parse_layer_split
+from model_runner.stage import MEASURED, parse_layer_split
 from prefill_node.config import PrefillNodeConfig
+from prefill_node.measured_split import MeasuredSplit
 from prefill_node.stage import Stage
 
 
@@ -35,9 +36,16 @@ async def start_stage(
     torch.set_num_threads(config.model.threads)
     described = await asyncio.to_thread(describe_model, config.model, config.kv)
     info, layout = described.info, described.layout
-    split = parse_layer_split(
-        config.prefill.layer_split, info.num_layers, config.prefill.num_stages, layer_group=layout.layer_group
-    )
+    measured_split, layer_split = None, config.prefill.layer_split
+    if layer_split == MEASURED:
+        measured_split = MeasuredSplit(
+            config.registry,
+            group_id=config.prefill.group_id,
+            layout_digest=layout.digest(),
+            num_stages=config.prefill.num_stages,
+        )
+        layer_split = await measured_split.read()
+    split = parse_layer_split(layer_split, info.num_layers, config.prefill.num_stages, layer_group=layout.layer_group)
     spec = split[config.prefill.stage_idx]
     num_pages = config.prefill.resolve_num_pages(max_context=info.max_context, block_tokens=layout.block_tokens)
     arena_bytes = PagedKVCache.arena_bytes(layout, spec, num_pages)
@@ -64,6 +72,7 @@ async def start_stage(
             StoreClient(transfer, layout, registry=registry),
             layout=layout,
             split=split,
+            measured_split=measured_split,
             step_model=step_model,
             transfer=transfer,
             store_node=store_node,

@@ -136,6 +136,7 @@ async def inprocess_cluster(
     max_batch: int = 16,
     profile: Path | None = None,
     stage_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
+    decode_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
     **prefill: Any,
 ) -> AsyncIterator[InProcessCluster]:
     """Start everything, wait until a prompt would be served, close everything.
@@ -144,6 +145,7 @@ async def inprocess_cluster(
         num_pages: of each stage.
         profile: steps are paced and not computed.
         stage_transfer: makes each stage's way to the store.
+        decode_transfer: makes that of the decode instance.
         prefill: more fields of PrefillConfig; chunks are of fixed size unless they say so or steps are paced.
     """
     if profile is None:
@@ -189,7 +191,7 @@ async def inprocess_cluster(
             kv=kv,
             decode=DecodeConfig(num_pages=DECODE_PAGES, max_batch=max_batch),
         )
-        decode = await start_decode(decode_config, transfer=MemoryTransfer(memory), store_node=store)
+        decode = await start_decode(decode_config, transfer=decode_transfer(memory), store_node=store)
         stack.push_async_callback(decode.close)
         conductor = await _start_conductor(stack, model_dir, registry)
         deadline = Deadline.after(READY_TIMEOUT_S, MonotonicClock())
@@ -202,13 +204,13 @@ async def inprocess_cluster(
 async def _start_store(
     stack: AsyncExitStack, memory: MemoryStore, registry: RegistryConfig, pool_bytes: int
 ) -> tuple[LocalStoreNode, str]:
-    pool = PoolState(capacity_bytes=pool_bytes * 9 // 10, clock=MonotonicClock())
+    pool = PoolState(capacity_bytes=pool_bytes * 9 // 10, clock=MonotonicClock(), node_id="kvstore-0")
     events = KvEventWriter(
         registry, node_id="kvstore-0", boot_id="boot", snapshot=lambda: pool.sealed_runs(max_blocks=256)
     )
     stack.push_async_callback(events.close)
     await events.heal()
-    node = LocalStoreNode(pool, MemoryTransfer(memory), node_id="kvstore-0", boot_id="boot", events=events)
+    node = LocalStoreNode(pool, MemoryTransfer(memory), boot_id="boot", events=events)
     stack.push_async_callback(node.close)
     janitor = asyncio.create_task(node.run())
     stack.push_async_callback(_cancel, janitor)

@@ -76,7 +76,7 @@ def master() -> Iterator[Master]:
 def data_client(of: Master, *, port: int, pool_bytes: int = 64 << 20) -> Iterator[subprocess.Popen[bytes]]:
     argv = [
         str(binary_path("mooncake_client")),
-        "-metadata_server", "P2PHANDSHAKE", "-host", "127.0.0.1", "-port", str(port),
+        "-metadata_server", "P2PHANDSHAKE", "-host", f"127.0.0.1:{port}", "-port", str(port),
         "-global_segment_size", str(pool_bytes), "-master_server_address", of.rpc, "-protocol", "tcp", "-threads", "2",
     ]  # fmt: skip
     with running(argv) as process:

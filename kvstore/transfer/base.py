@@ -69,20 +69,35 @@ class Arena:
 
 
 class Transfer(Protocol):
+    @property
+    def segment(self) -> str:
+        """Name of this host's segment, as `put` takes it; "" when the store has one segment only."""
+        ...
+
     def allocate(self, nbytes: int) -> Arena:
         """Return new registered memory. Raises: ConfigError if the arenas together exceed what the transfer was made for."""
         ...
 
-    def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
-        """Store whole objects; one status per item. The bytes must not change until the call returns."""
+    def put(self, items: Sequence[PutItem], *, segment: str = "") -> list[PutStatus]:
+        """Store whole objects; one status per item. The bytes must not change until the call returns.
+
+        They are put into `segment`, "" stands for this host's own; when that one is full, into any other (see `misplaced`).
+        """
         ...
 
     def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
-        """Copy whole objects into arena memory; one status per item. Grants each object a lease: it is not removed meanwhile."""
+        """Copy whole objects into arena memory; one status per item. Grants each object a lease: it is not removed meanwhile.
+
+        Nobody writes into that memory after the return, whatever the statuses say.
+        """
         ...
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Tell which objects can be read. Grants no lease. Raises: StoreUnavailable."""
+        ...
+
+    def misplaced(self, keys: Sequence[str]) -> list[str]:
+        """Return those objects that are there, but not in this host's segment. Grants no lease. Raises: StoreUnavailable."""
         ...
 
     def remove(self, keys: Sequence[str]) -> list[RemoveStatus]:

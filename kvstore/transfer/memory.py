@@ -87,13 +87,17 @@ class MemoryTransfer:
         self._arena_bytes = arena_bytes
         self._arenas: list[ctypes.Array[ctypes.c_char]] = []
 
+    @property
+    def segment(self) -> str:
+        return ""
+
     def allocate(self, nbytes: int) -> Arena:
         check_arena_room(nbytes, used_bytes=sum(len(a) for a in self._arenas), arena_bytes=self._arena_bytes)
         memory = ctypes.create_string_buffer(nbytes)
         self._arenas.append(memory)
         return Arena(ctypes.addressof(memory), nbytes, memoryview(memory).cast("B"))
 
-    def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
+    def put(self, items: Sequence[PutItem], *, segment: str = "") -> list[PutStatus]:
         return [self._store.put(item.key, ctypes.string_at(item.address, item.nbytes)) for item in items]
 
     def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
@@ -101,6 +105,10 @@ class MemoryTransfer:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return [self._store.contains(key) for key in keys]
+
+    def misplaced(self, keys: Sequence[str]) -> list[str]:
+        self.exists(keys)
+        return []
 
     def remove(self, keys: Sequence[str]) -> list[RemoveStatus]:
         return [self._store.remove(key) for key in keys]

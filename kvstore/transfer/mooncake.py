@@ -5,20 +5,25 @@ The store process owns all objects, so killing this process loses none. When the
 once; the library attaches again by itself, arenas included, within about three seconds of its restart on the same port.
 It can do so for one MooncakeTransfer per process only, because it mixes up the memory of several. A process that stood
 still for more than ten seconds is given up by the store process, and the library does not notice: see AttachmentLost.
+
+A store process that stands still is worse than a dead one: the library gives a call up after 30 seconds, and the store process does it
+all the same when it goes on, into memory that may have a new owner by then. So a call without an answer ends only when the store process
+is dead or this process is about to end.
 """
 
 import asyncio
 import ctypes
-import http.client
-import json
 import os
 import socket
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvstore.access import StoreAccessConfig
+from kvstore.master import find_segment, http_get, query_places
 from kvstore.transfer.base import (
     Arena,
     AttachmentLost,
@@ -37,7 +42,8 @@ from moontide.log import get_logger
 _Item = TypeVar("_Item")
 
 _MAX_BATCH = 256
-"""Entries per call: far below the 1,024 that the engine queues per peer, and an URL of 256 keys is 25 KiB."""
+"""Entries per call, and on their way at once in each direction and to one segment, over all threads: far below the 1,024 that
+the engine queues per peer, where calls begin to fail in part. An URL of 256 keys is 28 KiB."""
 _INTERNAL_BYTES = 1 << 20
 """The library's own pool and buffer; arenas are allocated beside them."""
 _HTTP_TIMEOUT_S = 1.0
@@ -46,10 +52,13 @@ _ATTACH_TIMEOUT_S = 60.0
 _ATTACH_RETRY_S = 0.2
 _REATTACH_TIMEOUT_S = 10.0
 """Longest wait until a store process that answers reaches our memory again; the library needs three seconds after a restart."""
+_NO_ANSWER_S = 25.0
+"""A failed call that took so long was not answered: the library waits for 30 seconds, and what it does itself takes a few."""
+_OUTLAST_TIMEOUT_S = 60.0
+"""Longest wait after that until somebody asks `healthy`, which ends this process."""
+_OUTLAST_POLL_S = 0.05
 _PROBE_KEY = "probe"
 """Names no object, ever."""
-_QUERY_TIMEOUT_S = 5.0
-
 # Codes of the library, from its troubleshooting page.
 _NO_SPACE = -200
 _NOT_COMPLETE = -703
@@ -78,10 +87,17 @@ class MooncakeTransfer:
         self._arena_bytes = arena_bytes
         self._used_bytes = 0
         self._lock = threading.Lock()
+        self._reads = _InFlight()
+        self._puts: dict[str, _InFlight] = defaultdict(_InFlight)
+        """Of each segment."""
         self._closed = False
         self._clock = clock or MonotonicClock()
         self._probe_address: int | None = None
         self._detached_since_s: float | None = None
+        self._has_no_answer = False
+        """Whether a call that was given up may still be done."""
+        self._is_given_up = False
+        """Whether AttachmentLost was raised, so that this process ends."""
         self._peer = _PeerWatch(client_address)
         if not self._peer.alive():
             raise StoreUnavailable(
@@ -92,6 +108,10 @@ class MooncakeTransfer:
         if code != 0:
             self._peer.close()
             raise StoreUnavailable(f"cannot attach to the store process at {client_address}: code {code}")
+
+    @property
+    def segment(self) -> str:
+        return self._client_address  # DataClient names its segment so
 
     def allocate(self, nbytes: int) -> Arena:
         with self._lock:
@@ -108,26 +128,35 @@ class MooncakeTransfer:
             self._probe_address = address
         return Arena(address, nbytes, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
 
-    def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
+    def put(self, items: Sequence[PutItem], *, segment: str = "") -> list[PutStatus]:
+        place = _load_library().ReplicateConfig()
+        place.preferred_segment = segment or self.segment
+        with self._lock:
+            in_flight = self._puts[place.preferred_segment]
+
         def call(batch: Sequence[PutItem]) -> list[int]:
             keys, addresses, sizes = zip(*((i.key, i.address, i.nbytes) for i in batch), strict=True)
-            codes: list[int] = self._store.batch_put_from(list(keys), list(addresses), list(sizes))
-            return codes
+            with in_flight.of(len(batch)):
+                return self._touch(self._store.batch_put_from, list(keys), list(addresses), list(sizes), place)
 
         return [_put_status(code) for code in self._in_batches(items, call)]
 
     def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
         def call(batch: Sequence[GetItem]) -> list[int]:
             keys, addresses, sizes = zip(*((i.key, i.address, i.nbytes) for i in batch), strict=True)
-            codes: list[int] = self._store.batch_get_into(list(keys), list(addresses), list(sizes))
-            return codes
+            with self._reads.of(len(batch)):
+                return self._touch(self._store.batch_get_into, list(keys), list(addresses), list(sizes))
 
         codes = self._in_batches(items, call)
         return [_get_status(code, item.nbytes) for code, item in zip(codes, items, strict=True)]
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         # The master's HTTP query is the only look-up that grants no lease; a lease would block the object's removal.
-        return list(chain.from_iterable(self._query(batch) for batch in _batches(keys)))
+        return [bool(places) for places in self._places(keys)]
+
+    def misplaced(self, keys: Sequence[str]) -> list[str]:
+        endpoint = find_segment(self._master_http, self.segment).endpoint
+        return [key for key, places in zip(keys, self._places(keys), strict=True) if places and endpoint not in places]
 
     def remove(self, keys: Sequence[str]) -> list[RemoveStatus]:
         def call(batch: Sequence[str]) -> list[int]:
@@ -138,7 +167,7 @@ class MooncakeTransfer:
 
     def healthy(self) -> bool:
         try:
-            status, _ = self._http_get("/health", _HTTP_TIMEOUT_S)
+            status, _ = http_get(self._master_http, "/health", timeout_s=_HTTP_TIMEOUT_S)
         except StoreUnavailable:
             return False
         return status == 200 and self._is_attached()
@@ -159,6 +188,12 @@ class MooncakeTransfer:
             self._detached_since_s = None
             return False
         (code,) = self._store.batch_get_into([_PROBE_KEY], [self._probe_address], [1])
+        if self._has_no_answer and self._peer.alive():
+            self._is_given_up = True
+            raise AttachmentLost(
+                f"the store process at {self._client_address} did not answer for {_NO_ANSWER_S} s and may still touch this process' "
+                "memory; this process has to be started again"
+            )
         if code == _NOT_FOUND:
             self._detached_since_s = None
             return True
@@ -172,6 +207,24 @@ class MooncakeTransfer:
             )
         return False
 
+    def _touch(self, call: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """Make a call that touches our memory; one without an answer ends when it surely is over, or when this process has to end."""
+        started_s = self._clock.now()
+        codes = call(*arguments)
+        if set(codes) == {_RPC_FAILED} and self._clock.now() - started_s >= _NO_ANSWER_S:
+            self._outlast()
+        return codes
+
+    def _outlast(self) -> None:
+        log.error("the store process does not answer", address=self._client_address)
+        self._has_no_answer = True
+        give_up_s = self._clock.now() + _OUTLAST_TIMEOUT_S
+        while self._peer.alive() and not (self._closed or self._is_given_up):
+            if self._clock.now() >= give_up_s:
+                return
+            time.sleep(_OUTLAST_POLL_S)
+        self._has_no_answer = self._peer.alive()
+
     def _in_batches(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], list[int]]) -> list[int]:
         """Codes of all items; when the store process is dead the rest fails without being tried."""
         codes: list[int] = []
@@ -183,26 +236,8 @@ class MooncakeTransfer:
                 break
         return codes + [_RPC_FAILED] * (len(items) - len(codes))
 
-    def _query(self, keys: Sequence[str]) -> list[bool]:
-        status, body = self._http_get("/batch_query_keys?keys=" + ",".join(keys), _QUERY_TIMEOUT_S)
-        try:
-            if status != 200:
-                raise ValueError(f"status {status}")
-            found = json.loads(body)["data"]
-            return [bool(found[key]["ok"]) for key in keys]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreUnavailable(f"the store master at {self._master_http} gave no usable answer: {error}") from error
-
-    def _http_get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._master_http, timeout=timeout_s)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise StoreUnavailable(f"the store master at {self._master_http} does not answer: {error}") from error
-        finally:
-            connection.close()
+    def _places(self, keys: Sequence[str]) -> list[frozenset[str]]:
+        return [places for batch in _batches(keys) for places in query_places(self._master_http, batch)]
 
 
 async def attach(access: StoreAccessConfig, *, arena_bytes: int) -> MooncakeTransfer:
@@ -228,6 +263,26 @@ async def attach(access: StoreAccessConfig, *, arena_bytes: int) -> MooncakeTran
             f"no store process answers at store.client_address={access.client_address} within {_ATTACH_TIMEOUT_S} s; "
             "start `python -m kvstore` on this host, or correct the address"
         ) from error
+
+
+class _InFlight:
+    """Counts entries on their way and makes callers wait above _MAX_BATCH."""
+
+    def __init__(self) -> None:
+        self._entries = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, entries: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._entries + entries <= _MAX_BATCH)
+            self._entries += entries
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._entries -= entries
+                self._changed.notify_all()
 
 
 class _PeerWatch:

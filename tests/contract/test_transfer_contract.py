@@ -213,6 +213,36 @@ def test_a_full_pool_says_no_space_and_takes_objects_again_after_a_removal(trans
     assert transfer.remove(["full/again"]) == [RemoveStatus.REMOVED]
 
 
+def test_one_batch_may_fail_in_part(transfer: Transfer, arena: Arena) -> None:
+    small = stored(transfer, arena, b"so that large objects leave a rest")
+    large = [PutItem(new_key(), arena.address, arena.nbytes) for _ in range(POOL_BYTES // arena.nbytes)]
+    statuses = transfer.put(large)
+    assert statuses[-1] is PutStatus.NO_SPACE
+    first, last = (PutItem(new_key(), arena.address, 1000) for _ in range(2))
+    assert transfer.put([first, large[-1], last]) == [
+        PutStatus.STORED_OR_OPEN,
+        PutStatus.NO_SPACE,
+        PutStatus.STORED_OR_OPEN,
+    ]
+    assert transfer.exists([first.key, large[-1].key, last.key]) == [True, False, True]
+    here = [item.key for item, status in zip(large, statuses, strict=True) if status is PutStatus.STORED_OR_OPEN]
+    assert set(transfer.remove([*here, first.key, last.key, small])) == {RemoveStatus.REMOVED}
+
+
+def test_objects_lie_in_the_segment_that_was_asked_for(transfer: Transfer, arena: Arena) -> None:
+    items = [PutItem(new_key(), fill(arena, 0, b"s" * 500), 500) for _ in range(3)]
+    assert transfer.put(items, segment=transfer.segment) == [PutStatus.STORED_OR_OPEN] * 3
+    keys = [item.key for item in items]
+    assert transfer.misplaced([*keys, new_key()]) == []
+    assert transfer.remove(keys) == [RemoveStatus.REMOVED] * 3, "the look-up granted no lease"
+
+
+def test_a_segment_that_nobody_has_does_not_lose_objects(transfer: Transfer, arena: Arena) -> None:
+    item = PutItem(new_key(), fill(arena, 0, b"s" * 500), 500)
+    assert transfer.put([item], segment="192.0.2.1:1") == [PutStatus.STORED_OR_OPEN]
+    assert transfer.exists([item.key]) == [True]
+
+
 def test_threads_may_call_at_once(transfer: Transfer) -> None:
     failures: list[str] = []
 
@@ -263,3 +293,5 @@ def assert_all_fail(transfer: Transfer, arena: Arena, key: str) -> None:
     assert transfer.remove([key]) == [RemoveStatus.FAILED]
     with pytest.raises(StoreUnavailable):
         transfer.exists([key])
+    with pytest.raises(StoreUnavailable):
+        transfer.misplaced([key])

@@ -22,7 +22,7 @@ from kvstore.transfer.base import GetItem, GetStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from moontide.perf_model import OnlineFit, StepModel, StepSample
 from prefill_node.chunking import ChunkPlanner
-from prefill_node.config import MODES, POLICIES
+from prefill_node.config import MODES, POLICIES, PUSHES
 from tests.e2e.oracle import GreedyOracle
 from tests.e2e.test_same_tokens import assert_nothing_is_held, greedy, random_prompt
 from tests.fakes.tiny_models import tiny_model_dir
@@ -69,22 +69,26 @@ class Scenario:
     starvation_s: float
     miss_share: float
     """Of the objects that a stage asks for."""
+    push: str
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
         """Neighbouring seeds differ in mode, policy, family and number of stages."""
         rng = random.Random(seed)
+        policy = POLICIES[seed % len(POLICIES)]
         return cls(
             seed=seed,
             family=FAMILIES[seed % len(FAMILIES)][0],
             mode=MODES[0] if seed % 3 else MODES[seed // 3 % len(MODES)],
-            policy=POLICIES[seed % len(POLICIES)],
+            policy=policy,
             stages=1 + (seed + seed // 4) % 4,
             slack=rng.randint(0, 2),
             num_pages=rng.randint(LONG_BLOCKS[1] + 4, LONG_BLOCKS[1] * 3 // 2),
             pool_bytes=rng.choice((6 << 20, 12 << 20, 1 << 30)),
             starvation_s=rng.choice((0.1, 1.0, 30.0)),
             miss_share=rng.choice((0.002, 0.01, 0.03)),
+            # The last one takes no pages away from anybody, and first come, first served hardly ever does.
+            push=PUSHES[-1] if policy == "fcfs" else PUSHES[seed // len(POLICIES) % (len(PUSHES) - 1)],
         )
 
 
@@ -152,6 +156,7 @@ async def run(scenario: Scenario, model_dir: Path, registry_url: str, monkeypatc
         chunking="fixed",
         slack=scenario.slack,
         starvation_s=scenario.starvation_s,
+        push=scenario.push,
     ) as cluster:
         prompts = make_prompts(rng)
         for has_pages in (True, False, True):

@@ -69,7 +69,7 @@ def prompt_blocks(layout: KVLayout) -> list[BlockRef]:
     token_ids = unpack_token_ids(pack_token_ids(PROMPT))
     root = root_hash(layout.digest(), CACHE_SALT)
     hashes = hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root)
-    return [BlockRef(block_hash, "", 0) for block_hash in hashes]
+    return [BlockRef(block_hash, "", 0, "kvstore-0") for block_hash in hashes]
 
 
 def nothing_changed(_group_idx: int, payloads: Payloads) -> Payloads:

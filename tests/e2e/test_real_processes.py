@@ -6,12 +6,13 @@ is unlike it: sliding windows with attention sinks, and latents. Every family an
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from moontide.client import MoontideClient
-from tests.cluster import RunningCluster, running_cluster
+from tests.cluster import RunningCluster, running_cluster, wait_for
 from tests.e2e import test_same_tokens as tiny
 from tests.e2e.grpc_answers import ask, ask_all, greedy
 from tests.e2e.oracle import GreedyGenerator, GreedyOracle
@@ -121,7 +122,7 @@ async def test_long_prompt_on_three_stages(text: RealText, reference: GreedyGene
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
-async def test_tiny_family_cold_and_hit(family: str, tmp_path: Path) -> None:
+async def test_tiny_family_cold_and_hit_and_next_turn(family: str, tmp_path: Path) -> None:
     model_dir = tiny_model_dir(family, tmp_path)
     oracle = GreedyOracle(model_dir)
     prompts = [tiny.random_prompt(length, seed=length) for length in tiny.LENGTHS]
@@ -142,3 +143,14 @@ async def test_tiny_family_cold_and_hit(family: str, tmp_path: Path) -> None:
                 answer = await ask(client, prompt, greedy(NUM_TOKENS))
                 oracle.check(prompt, answer.tokens)
                 assert answer.usage.cached_tokens == tiny.hit_tokens(len(prompt), len(prompt))
+
+            def is_written_back() -> bool:
+                return cluster.metrics("decode-0")["decode_write_back_seconds_count"] == len(prompts) + 2
+
+            await asyncio.to_thread(wait_for, is_written_back, "every answer is written back")
+            said = [*prompts[-1], *answer.token_ids]
+            next_turn = [*said, *tiny.random_prompt(tiny.BLOCK, seed=1)]
+            answer = await ask(client, next_turn, greedy(NUM_TOKENS))
+            oracle.check(next_turn, answer.tokens)
+            computed = len(said) - 1  # the last token was never fed
+            assert answer.usage.cached_tokens == computed // tiny.BLOCK * tiny.BLOCK

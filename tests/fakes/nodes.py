@@ -33,6 +33,7 @@ from moontide_proto.v1 import (
 )
 
 BLOCK_TOKENS = 8
+HOLDER = "store-of-stage-0"
 HOST_ID = "host-0"
 LAYOUT = KVLayout(
     model_fingerprint="fake",
@@ -103,7 +104,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.open.add(key)
         self.store.reserved.add(key)
         try:
-            accepted = prefill_pb2.PrefillAccepted(store_address=self.store_address, hit_tokens=self.hit_tokens)
+            accepted = prefill_pb2.PrefillAccepted(
+                store_node_id=HOLDER, store_address=self.store_address, hit_tokens=self.hit_tokens
+            )
             yield prefill_pb2.PrefillEvent(accepted=accepted)
             await self.may_sample.wait()
             await self._fail(
@@ -159,6 +162,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.answer = answer
         self.faults: deque[str] = deque()
         self.opened: list[Key] = []
+        self.store_addresses: list[str] = []
+        """Of requests that were started: where their answers are written back."""
         self.open: set[Key] = set()
         self.cancelled: list[Key] = []
         self.num_sessions = 0
@@ -192,9 +197,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                         self.opened.append(key)
                         self.open.add(key)
                     case "sealed":
+                        assert command.sealed.store_node_id == HOLDER
                         requests[key].sealed_blocks = command.sealed.num_blocks
                     case "start":
                         assert requests[key].sealed_blocks == requests[key].num_tokens // BLOCK_TOKENS
+                        self.store_addresses.append(command.start.store_address)
                         first = command.start.first_token
                         running[key] = group.create_task(self._decode(key, requests[key], first, events))
                     case "cancel":

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from kvstore.client import StoreNodeClient
+from kvstore.layout import KVLayout
 from kvstore.pool import PoolStats
 from moontide import rpc
 from moontide.client import ClusterInfo, GeneratedChunk, GenerateOptions, MoontideClient
@@ -38,6 +40,8 @@ RESERVATION_LEASE_S = 3.0
 PARTIAL_GONE_S = max(OBJECT_LEASE_S, RESERVATION_LEASE_S) + 5.0
 """The promised bound: a request's partial block is gone so long after its end. Its removal waits for the lease of the last read, or, when
 nobody is left to release it, for that of the reservation; they run at the same time."""
+LAST_LOOK_S = 16.0
+"""After a request's end the store looks for late objects of it for so long."""
 PEER_TIMEOUT_S = 2.0
 DECODE_PAGES = 100
 BLOCK_TOKENS = 64
@@ -195,6 +199,20 @@ class Bench:
         """Until the conductor knows that the prompt is sealed: the spans of every stage come with that news, and with nothing before it."""
         wait_for(lambda: "stage 0" in self._tracks(call), f"prefill of {call.request_id} is complete")
 
+    def wait_books_agree(self, layout: KVLayout) -> None:
+        """Until nothing is held and the store's master lists exactly the objects that the pool counts: those of its sealed blocks.
+
+        What a slow writer put after its request's end is found at the store's last look, 16 s after that.
+        """
+        self.wait_idle()
+
+        def agree() -> bool:
+            stats, num_objects = self.store(), len(self.keys("b/") + self.keys("p/"))
+            assert stats.used_bytes == stats.sealed_blocks * layout.block_bytes <= stats.capacity_bytes, stats
+            return num_objects == stats.sealed_blocks * layout.num_groups
+
+        wait_for(agree, "the pool counts every object", LAST_LOOK_S + 5.0)
+
     def wait_idle(self, timeout_s: float = 30.0) -> None:
         """Until nothing is held for any request on any node.
 
@@ -260,6 +278,25 @@ def frozen(cluster: RunningCluster, *names: str) -> Iterator[None]:
         for name, pid in pids.items():
             if cluster.pid(name) == pid:
                 cluster.cont(name)
+
+
+def data_client_pid(cluster: RunningCluster) -> int:
+    """The process that owns the segment, the child of the store process."""
+    pid = cluster.pid("kvstore-0")
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+@contextmanager
+def frozen_data_client(cluster: RunningCluster) -> Iterator[int]:
+    """The process that owns the segment stands still inside the `with`, unless it is killed there; yields its id."""
+    pid = data_client_pid(cluster)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

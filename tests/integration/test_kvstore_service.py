@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from moontide.errors import BadRequest, BlockMissing, ConfigError, NodeLost
 from moontide.registry import NODE_KEY_PREFIX, NodeRecord
 from tests.store_processes import Master, master, running, valkey, wait_until
 
+NODE_ID = "store-0"
 POOL_BYTES = 16 << 20
 CAPACITY_BYTES = int(POOL_BYTES * 0.85)
 LAYOUT = KVLayout(
@@ -73,7 +74,7 @@ def backend() -> Iterator[Backend]:
         yield Backend(the_master, url)
 
 
-def arguments(to: Backend, *, client_port: int, node_id: str = "store-0") -> list[str]:
+def arguments(to: Backend, *, client_port: int, node_id: str = NODE_ID) -> list[str]:
     settings = {
         "node.node_id": node_id,
         "registry.url": to.registry_url,
@@ -98,17 +99,25 @@ def find_record(to: Backend, node_id: str) -> NodeRecord | None:
 
 
 @contextmanager
-def service(to: Backend, *, client_port: int | None = None, not_boot: str = "") -> Iterator[Service]:
+def service(
+    to: Backend,
+    *,
+    client_port: int | None = None,
+    not_boot: str = "",
+    settings: Sequence[str] = (),
+    node_id: str = NODE_ID,
+) -> Iterator[Service]:
     port = client_port or free_port()
-    with running(arguments(to, client_port=port)) as process:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    with running([*arguments(to, client_port=port, node_id=node_id), *sets]) as process:
 
         def announced() -> bool:
             assert process.poll() is None, "the service ended while it started"
-            record = find_record(to, "store-0")
+            record = find_record(to, node_id)
             return record is not None and record.boot_id != not_boot
 
         wait_until(announced, what="the registry record")
-        record = find_record(to, "store-0")
+        record = find_record(to, node_id)
         assert record is not None
         yield Service(record, f"127.0.0.1:{port}", to.master.http, process)
 
@@ -129,6 +138,7 @@ class Writer:
     """What a stage does: reserve, put, seal, release."""
 
     def __init__(self, of: Service) -> None:
+        self.node_id = of.record.node_id
         self.node = StoreNodeClient(of.record.address)
         self.transfer = MooncakeTransfer(
             client_address=of.client_address, master_http=of.master_http, arena_bytes=2 * LAYOUT.object_bytes(0)
@@ -157,7 +167,7 @@ class Writer:
 
     async def cache(self, request_id: str, hashes: list[BlockHash]) -> None:
         assert (await self.reserve(request_id, hashes)).result is ReserveResult.RESERVED
-        self.put(*(BlockRef(hash_, request_id, 1) for hash_ in hashes))
+        self.put(*(BlockRef(hash_, request_id, 1, self.node_id) for hash_ in hashes))
         await self.node.seal(request_id=request_id, epoch=1, first_block=0, num_blocks=len(hashes))
         await self.node.release(request_id=request_id, epoch=1)
 
@@ -216,7 +226,7 @@ async def test_partial_objects_are_gone_after_release_although_they_were_read(st
 
 async def test_everything_unsealed_is_gone_after_the_lease_ends(stage: Writer) -> None:
     hashes = chain(3, 2)
-    refs = BlockRef(None, "dead", 1), *(BlockRef(hash_, "dead", 1) for hash_ in hashes)
+    refs = BlockRef(None, "dead", 1), *(BlockRef(hash_, "dead", 1, NODE_ID) for hash_ in hashes)
     await stage.reserve("dead", hashes, partial=True, lease_s=0.5)
     stage.put(*refs)
     await until_gone(stage, *refs)
@@ -229,14 +239,15 @@ WRITER = """
 import asyncio, sys
 from kvstore.block import BlockHash
 from kvstore.client import BlockRef
-from tests.integration.test_kvstore_service import LAYOUT, Service, Writer, chain
+from tests.integration.test_kvstore_service import LAYOUT, NODE_ID, Service, Writer, chain
 
 async def main(record, client_address, master_http):
     stage = Writer(Service(record, client_address, master_http, None))
     await stage.node.register_layout(LAYOUT)
     hashes = chain(8, 3)
     await stage.reserve("killed", hashes, partial=True, lease_s=1.0)
-    sealed, open_block, partial = BlockRef(hashes[0], "killed", 1), BlockRef(hashes[1], "killed", 1), BlockRef(None, "killed", 1)
+    sealed, open_block = (BlockRef(hash_, "killed", 1, NODE_ID) for hash_ in hashes[:2])
+    partial = BlockRef(None, "killed", 1)
     stage.put(sealed)
     await stage.node.seal(request_id="killed", epoch=1, first_block=0, num_blocks=1)
     stage.put(partial, open_block)
@@ -262,11 +273,13 @@ async def test_a_writer_killed_in_the_middle_of_puts_leaves_only_sealed_blocks(s
         writer.kill()
         await writer.wait()
     sealed, unsealed, _ = chain(8, 3)
-    await until_gone(stage, BlockRef(None, "killed", 1), BlockRef(unsealed, "killed", 1))
+    await until_gone(stage, BlockRef(None, "killed", 1), BlockRef(unsealed, "killed", 1, NODE_ID))
     reply = await stage.reserve("after", chain(8, 3))
     assert reply.hit_blocks == 1
     for group_idx in range(LAYOUT.num_groups):
-        assert stage.client.get_group(group_idx, [(BlockRef(sealed, "after", 1), stage.arena.address)]) == [True]
+        assert stage.client.get_group(group_idx, [(BlockRef(sealed, "after", 1, NODE_ID), stage.arena.address)]) == [
+            True
+        ]
     await stage.node.release(request_id="after", epoch=1)
     assert await stage.node.renew(["killed"], lease_s=1) == ["killed"]
 
@@ -295,7 +308,7 @@ async def test_eviction_makes_room_and_keeps_prefixes_contiguous(stage: Writer) 
     kept = reply.hit_blocks
     await stage.node.release(request_id="again", epoch=1)
     assert 0 < kept <= NUM_BLOCKS - 3
-    refs = [BlockRef(hash_, "again", 1) for hash_ in long]
+    refs = [BlockRef(hash_, "again", 1, NODE_ID) for hash_ in long]
     assert {position for position, _ in stage.client.missing(refs[:kept])} == set()
     await until_gone(stage, *refs[kept:])
 
@@ -366,8 +379,8 @@ async def test_a_killed_service_takes_its_data_client_along_and_comes_back_empty
         with service(to, not_boot=first.record.boot_id) as second:
             async with attached(second) as stage:
                 assert (await stage.reserve("b", hashes)).hit_blocks == 0
-                assert stage.is_gone(*(BlockRef(hash_, "b", 1) for hash_ in hashes))
-                stage.put(*(BlockRef(hash_, "b", 1) for hash_ in hashes))
+                assert stage.is_gone(*(BlockRef(hash_, "b", 1, NODE_ID) for hash_ in hashes))
+                stage.put(*(BlockRef(hash_, "b", 1, NODE_ID) for hash_ in hashes))
 
 
 def test_a_killed_data_client_ends_the_service_with_an_error() -> None:
@@ -400,8 +413,7 @@ def test_a_missing_master_is_named_at_start() -> None:
     nowhere = Backend(Master("127.0.0.1:1", "127.0.0.1:2", None), "redis://127.0.0.1:3/0")  # type: ignore[arg-type]
     done = subprocess.run(arguments(nowhere, client_port=0), capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert b"127.0.0.1:2" in done.stderr
-    assert b"mooncake_master" in done.stderr
+    assert b"mooncake_master at 127.0.0.1:1" in done.stderr
 
 
 def test_a_port_in_use_is_named(the_backend: Backend, shared: Service) -> None:

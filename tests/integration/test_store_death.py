@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus, RemoveStatus, StoreUnavailable
+from kvstore.transfer.base import AttachmentLost, GetItem, GetStatus, PutItem, PutStatus, RemoveStatus, StoreUnavailable
 from kvstore.transfer.mooncake import MooncakeTransfer
 from moontide.config import free_port
 from tests.store_processes import data_client, master, wait_until
 
 KIB = 1024
+LIBRARY_TIMEOUT_S = 30.0
+"""So long the library waits for the answer to a call."""
 
 
 def test_a_killed_data_client_fails_calls_and_is_used_again_after_its_restart() -> None:
@@ -53,6 +58,66 @@ def test_a_dead_master_is_not_healthy_and_exists_raises() -> None:
                 assert made.get([GetItem(key, arena.address, 100)]) == [GetStatus.FAILED]
             finally:
                 made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_get_that_a_frozen_store_process_may_still_do_ends_with_the_process_that_made_it() -> None:
+    """The library gives a call up; the store process does it when it goes on. So the memory has no new owner before that."""
+    with master() as the_master:
+        port = free_port()
+        with data_client(the_master, port=port) as store_process:
+            made = MooncakeTransfer(
+                client_address=f"127.0.0.1:{port}", master_http=the_master.http, arena_bytes=1 << 20
+            )
+            try:
+                arena = made.allocate(64 * KIB)
+                key = put_one(made, arena.address)
+                store_process.send_signal(signal.SIGSTOP)
+                with ThreadPoolExecutor(1) as threads:
+                    getting = threads.submit(made.get, [GetItem(key, arena.address, 100)])
+                    wait_until(
+                        lambda: getting.done() or is_lost(made), timeout_s=100.0, what="the end of this attachment"
+                    )
+                    assert not getting.done()
+                    assert getting.result(10.0) == [GetStatus.FAILED]
+            finally:
+                store_process.kill()
+                made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_get_that_a_frozen_store_process_takes_to_its_grave_leaves_the_attachment_as_it_was() -> None:
+    with master() as the_master:
+        port = free_port()
+        with data_client(the_master, port=port) as store_process:
+            made = MooncakeTransfer(
+                client_address=f"127.0.0.1:{port}", master_http=the_master.http, arena_bytes=1 << 20
+            )
+            try:
+                arena = made.allocate(64 * KIB)
+                key = put_one(made, arena.address)
+                store_process.send_signal(signal.SIGSTOP)
+                with ThreadPoolExecutor(1) as threads:
+                    getting = threads.submit(made.get, [GetItem(key, arena.address, 100)])
+                    with pytest.raises(TimeoutError):
+                        getting.result(LIBRARY_TIMEOUT_S + 5.0)
+                    store_process.kill()
+                    store_process.wait()
+                    assert getting.result(10.0) == [GetStatus.FAILED]
+                with data_client(the_master, port=port):
+                    wait_until(made.healthy, what="the new attachment")
+            finally:
+                made.close()
+
+
+def is_lost(transfer: MooncakeTransfer) -> bool:
+    try:
+        transfer.healthy()
+    except AttachmentLost:
+        return True
+    return False
 
 
 def test_attaching_where_nothing_listens_names_the_address() -> None:

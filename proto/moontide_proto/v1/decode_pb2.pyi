@@ -38,10 +38,12 @@ class DecodeOpen(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_idx: _Optional[int] = ...) -> None: ...
 
 class DecodeSealed(_message.Message):
-    __slots__ = ("num_blocks",)
+    __slots__ = ("num_blocks", "store_node_id")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    store_node_id: str
+    def __init__(self, num_blocks: _Optional[int] = ..., store_node_id: _Optional[str] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
     __slots__ = ("first_token", "store_address")

@@ -14,15 +14,17 @@ class RegisterLayoutRequest(_message.Message):
     def __init__(self, layout_json: _Optional[str] = ...) -> None: ...
 
 class RegisterLayoutReply(_message.Message):
-    __slots__ = ("node_id", "boot_id")
+    __slots__ = ("node_id", "boot_id", "segment")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: str
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    segment: str
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., segment: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "layout_digest", "parent_hash", "block_hashes", "has_partial", "lease_s")
+    __slots__ = ("request_id", "epoch", "layout_digest", "parent_hash", "block_hashes", "has_partial", "lease_s", "is_write_back")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +32,7 @@ class ReserveRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     HAS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     layout_digest: bytes
@@ -37,7 +40,8 @@ class ReserveRequest(_message.Message):
     block_hashes: bytes
     has_partial: bool
     lease_s: float
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., has_partial: _Optional[bool] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    is_write_back: bool
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., has_partial: _Optional[bool] = ..., lease_s: _Optional[float] = ..., is_write_back: _Optional[bool] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("result", "hit_blocks", "needed_bytes", "capacity_bytes", "segment", "promoted_blocks")

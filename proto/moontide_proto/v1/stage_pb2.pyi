@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size", "step_model", "layer_split")
+    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size", "step_model", "layer_split", "store_node_id")
     STAGE_IDX_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Hello(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     stage_idx: int
     num_stages: int
     boot_id: str
@@ -27,7 +28,8 @@ class Hello(_message.Message):
     hidden_size: int
     step_model: StepModel
     layer_split: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., layer_split: _Optional[_Iterable[int]] = ...) -> None: ...
+    store_node_id: str
+    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., layer_split: _Optional[_Iterable[int]] = ..., store_node_id: _Optional[str] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("overhead_s", "token_s", "pair_s", "knee_tokens")

@@ -94,6 +94,12 @@ async def test_stop_string_cuts_the_text_before_it(front: Front, stop: str) -> N
     assert len(front.cluster.decode[0].cancelled) == 1, "the nodes do not match text, so decode must be told"
 
 
+async def test_decode_is_told_where_the_prompt_is_accounted(front: Front) -> None:
+    await front.generate()
+    await front.settle()
+    assert front.cluster.decode[0].store_addresses == [front.cluster.prefill[0].store_address]
+
+
 async def test_text_held_back_for_a_stop_string_comes_when_the_answer_ends(front: Front) -> None:
     deltas = await front.generate(stop=("runs away with the spoon",))
     assert text_of(deltas) == ANSWER_TEXT

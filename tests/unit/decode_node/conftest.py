@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvstore.transfer.memory import MemoryStore
+from model_runner import kv_fetch
 from tests.fakes.tiny_models import tiny_model_dir
 from tests.unit.decode_node.decode_rig import Prefill
 
@@ -30,3 +31,9 @@ def store() -> MemoryStore:
 @pytest.fixture
 def prefill(model_dir: Path, store: MemoryStore) -> Prefill:
     return Prefill(model_dir, store)
+
+
+@pytest.fixture
+def group_per_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny layer groups share no get, as large ones do not."""
+    monkeypatch.setattr(kv_fetch, "MIN_CALL_BYTES", 1)

@@ -25,11 +25,13 @@ from decode_node.requests import (
     Pulled,
     Tokens,
 )
+from decode_node.write_back import StoreNodes
 from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
-from kvstore.pool import RequestKey
-from kvstore.transfer.base import GetItem, GetStatus, PutStatus
+from kvstore.node import LocalStoreNode, StoreNode
+from kvstore.pool import PoolState, RequestKey
+from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.kv_cache import PagedKVCache
 from model_runner.model_source import load_model_info, resolve_model
@@ -46,19 +48,31 @@ TIMEOUT_S = 20.0
 
 
 class GatedTransfer(MemoryTransfer):
-    """Gets wait while the gate is shut, so that a test can act while one is open."""
+    """Gets (after the first `free_gets`) and puts wait while their gate is shut, so that a test can act while one is open."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
         self.gate = threading.Event()
         self.gate.set()
+        self.free_gets = 0
         self.num_gets = 0
         self.get_open = threading.Event()
+        self.put_gate = threading.Event()
+        self.put_gate.set()
+        self.put_open = threading.Event()
+        self.put_keys: list[str] = []
+
+    def put(self, items: Sequence[PutItem], *, segment: str = "") -> list[PutStatus]:
+        self.put_keys += [item.key for item in items]
+        self.put_open.set()
+        assert self.put_gate.wait(TIMEOUT_S)
+        return super().put(items, segment=segment)
 
     def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
         self.num_gets += 1
-        self.get_open.set()
-        assert self.gate.wait(TIMEOUT_S)
+        if self.num_gets > self.free_gets:
+            self.get_open.set()
+            assert self.gate.wait(TIMEOUT_S)
         return super().get(items)
 
 
@@ -173,10 +187,13 @@ def load_runner(prefill: Prefill, transfer: MemoryTransfer, num_pages: int) -> S
 class DecodeRig:
     """DecodeRequests with a session, and what a conductor would do."""
 
-    def __init__(self, requests: DecodeRequests, transfer: GatedTransfer, runner: StageRunner) -> None:
+    def __init__(
+        self, requests: DecodeRequests, transfer: GatedTransfer, runner: StageRunner, metrics: CollectorRegistry
+    ) -> None:
         self.requests = requests
         self.transfer = transfer
         self.runner = runner
+        self.metrics = metrics
         self.session = requests.open_session()
         self._answers: dict[RequestKey, Answer] = {}
 
@@ -204,8 +221,10 @@ class DecodeRig:
     def seal_all(self, prompt: Prefilled) -> None:
         self.requests.sealed(self.session, prompt.key, prompt.num_full_blocks)
 
-    def start(self, prompt: Prefilled, *, output_idx: int = 0) -> None:
-        self.requests.start_decoding(self.session, prompt.key, prompt.first_token, output_idx)
+    def start(self, prompt: Prefilled, *, output_idx: int = 0, store_address: str = "") -> None:
+        self.requests.start_decoding(
+            self.session, prompt.key, prompt.first_token, output_idx, store_address=store_address
+        )
 
     def open_and_start(self, prompt: Prefilled) -> None:
         self.open(prompt)
@@ -228,6 +247,10 @@ class DecodeRig:
             answer.output_indices.append(event.output_idx)
         return event
 
+    def written_back(self, outcome: str) -> float:
+        """Write-backs that ended like that."""
+        return self.metrics.get_sample_value("decode_write_backs_total", {"outcome": outcome}) or 0.0
+
     async def until_idle(self) -> None:
         """Wait until nothing holds a page; leaves no event of an ended request behind it unnoticed."""
         await wait_for(lambda: self.requests.batch.num_entries == 0)
@@ -243,25 +266,39 @@ async def wait_for(condition: object) -> None:
             await asyncio.sleep(0.002)
 
 
+def local_store(store: MemoryStore, *, capacity_bytes: int = 1 << 30) -> LocalStoreNode:
+    return LocalStoreNode(PoolState(capacity_bytes=capacity_bytes, clock=MonotonicClock()), MemoryTransfer(store))
+
+
 @asynccontextmanager
 async def decode_rig(
-    prefill: Prefill, store: MemoryStore, *, num_pages: int = 64, **settings: float
+    prefill: Prefill,
+    store: MemoryStore,
+    *,
+    num_pages: int = 64,
+    store_node: StoreNode | None = None,
+    **settings: float,
 ) -> AsyncIterator[DecodeRig]:
     transfer = GatedTransfer(store)
+    metrics = CollectorRegistry()
+    stores = StoreNodes(store_node or local_store(store), "here:1", clock=MonotonicClock())
     runner = load_runner(prefill, transfer, num_pages)
     requests = DecodeRequests(
         runner,
         StoreClient(transfer, prefill.layout),
         prefill.layout,
+        stores=stores,
         config=DecodeConfig(**{"pull_retry_s": 0.2, **settings}),
         clock=MonotonicClock(),
-        metrics=DecodeMetrics(CollectorRegistry()),
+        metrics=DecodeMetrics(metrics),
     )
     requests.start()
     try:
-        yield DecodeRig(requests, transfer, runner)
+        yield DecodeRig(requests, transfer, runner, metrics)
     finally:
         transfer.gate.set()
+        transfer.put_gate.set()
         await requests.close()
+        await stores.close()
     assert requests.batch.num_entries == 0
     requests.batch.check_invariants()

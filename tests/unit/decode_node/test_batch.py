@@ -138,6 +138,77 @@ def test_running_batch_is_bounded_until_the_step_loop_lets_go() -> None:
     assert batch.num_entries == 0
 
 
+def arriving(batch: Batch, request: RequestKey) -> list[int]:
+    """Make a request ready whose last pull is open; returns the blocks of that."""
+    batch.open(request, num_blocks=2, num_pages=3)
+    batch.admit()
+    batch.start(request)
+    blocks = batch.take_pull(request, limit=2)
+    assert not batch.make_ready(request)
+    assert batch.make_ready(request, is_arriving=True)
+    batch.check_invariants()
+    return blocks
+
+
+def test_request_is_ready_before_the_end_of_a_pull_only_if_nothing_else_is_missing() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=3, num_pages=3)
+    batch.admit()
+    batch.seal(key("a"), 2)
+    blocks = batch.take_pull(key("a"), limit=2)
+    assert not batch.make_ready(key("a"), is_arriving=True), "it has not started"
+    batch.start(key("a"))
+    assert not batch.make_ready(key("a"), is_arriving=True), "a block is not even asked for"
+    batch.pull_done(key("a"), blocks, missing=[0])
+    blocks = batch.take_pull(key("a"), limit=1)
+    assert not batch.make_ready(key("a"), is_arriving=True)
+    batch.pull_done(key("a"), blocks, missing=[])
+    assert batch.take_pull(key("a"), limit=2) == [2]
+    assert batch.make_ready(key("a"), is_arriving=True)
+    batch.check_invariants()
+
+
+def test_ready_request_whose_pull_misses_a_block_pulls_again() -> None:
+    batch = make_batch()
+    blocks = arriving(batch, key("a"))
+    batch.pull_done(key("a"), blocks, missing=blocks[1:])
+    batch.check_invariants()
+    assert batch.join() == []
+    pull_everything(batch, key("a"))
+    assert batch.make_ready(key("a"))
+    assert batch.join() == [key("a")]
+
+
+@pytest.mark.parametrize("pull_ends_first", [False, True])
+def test_running_request_whose_blocks_are_late_is_put_back(pull_ends_first: bool) -> None:
+    batch = make_batch(max_batch=1)
+    blocks = arriving(batch, key("a"))
+    assert batch.join() == [key("a")]
+    if pull_ends_first:
+        batch.pull_done(key("a"), blocks, missing=blocks)
+        batch.check_invariants()
+        assert batch.take_pull(key("a"), limit=2) == [], "the step is to be over first"
+    batch.put_back(key("a"))
+    batch.check_invariants()
+    if not pull_ends_first:
+        batch.pull_done(key("a"), blocks, missing=blocks)
+    pull_everything(batch, key("a"))
+    assert batch.make_ready(key("a"))
+    assert batch.join() == [key("a")], "its place was free again"
+    batch.check_invariants()
+
+
+def test_pages_come_back_when_both_pull_and_step_are_over() -> None:
+    batch = make_batch()
+    blocks = arriving(batch, key("a"))
+    batch.join()
+    assert batch.end(key("a"))
+    assert not batch.let_go(key("a"))
+    assert batch.num_free_pages < NUM_PAGES, "the pull may still write into them"
+    batch.pull_done(key("a"), blocks, missing=[])
+    assert batch.num_free_pages == NUM_PAGES
+
+
 @pytest.mark.parametrize("fence", ["pull", "step"])
 def test_pages_come_back_only_when_nothing_of_the_request_is_open(fence: str) -> None:
     batch = make_batch()
@@ -160,6 +231,47 @@ def test_pages_come_back_only_when_nothing_of_the_request_is_open(fence: str) ->
     assert not batch.end(key("a")), "it ended once"
 
 
+def test_write_back_keeps_its_pages_and_no_others_until_its_puts_are_over() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=2, num_pages=5)
+    batch.admit()
+    run_one(batch, key("a"))
+    batch.join()
+    entry = batch.find(key("a"))
+    assert entry is not None
+    pages = entry.pages
+    batch.keep_for_write(key("a"), pages[:3])
+    assert batch.let_go(key("a")), "the request itself is over"
+    assert batch.num_free_pages == NUM_PAGES - 3
+    batch.keep_for_write(key("a"), pages[2:3])
+    assert batch.num_free_pages == NUM_PAGES - 1
+    batch.check_invariants()
+    batch.write_done(key("a"))
+    assert batch.num_free_pages == NUM_PAGES
+    assert batch.num_entries == 0
+
+
+def test_write_backs_have_a_share_of_the_pages_while_others_wait() -> None:
+    batch = make_batch(num_pages=16)
+    for name in "ab":
+        batch.open(key(name), num_blocks=2, num_pages=2)
+    batch.admit()
+    for name in "ab":
+        run_one(batch, key(name))
+    batch.join()
+    for name in "ab":
+        batch.keep_for_write(key(name), batch.find(key(name)).pages)  # type: ignore[union-attr]
+        batch.let_go(key(name))
+    assert batch.num_write_pages == 4
+    assert not batch.may_drop_write, "nobody waits"
+    batch.open(key("c"), num_blocks=2, num_pages=14)
+    assert batch.admit() == []
+    assert batch.may_drop_write
+    batch.write_done(key("a"))
+    assert not batch.may_drop_write, "two pages of sixteen are within the share"
+    assert batch.admit() == [key("c")]
+
+
 class BatchMachine(RuleBasedStateMachine):
     """Random opens, seals, starts, pulls, steps and ends."""
 
@@ -173,6 +285,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.terminals: list[RequestKey] = []
         self.pulls: dict[RequestKey, list[int]] = {}
         self.in_steps: set[RequestKey] = set()
+        self.writes: dict[RequestKey, list[int]] = {}
 
     def is_live(self, request: RequestKey) -> bool:
         entry = self.batch.find(request)
@@ -223,6 +336,18 @@ class BatchMachine(RuleBasedStateMachine):
             if self.is_live(request):
                 self.batch.make_ready(request)
 
+    @rule(request=keys)
+    def arrive(self, request: RequestKey) -> None:
+        if self.is_live(request):
+            self.batch.make_ready(request, is_arriving=True)
+
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        if running := sorted(request for request in self.in_steps if self.is_live(request)):
+            request = data.draw(st.sampled_from(running))
+            self.in_steps.remove(request)
+            self.batch.put_back(request)
+
     @rule()
     def join(self) -> None:
         self.in_steps.update(self.batch.join())
@@ -234,6 +359,32 @@ class BatchMachine(RuleBasedStateMachine):
             self.in_steps.remove(request)
             if self.batch.let_go(request):
                 self.terminals.append(request)
+
+    @rule(data=st.data())
+    def let_go_and_write(self, data: st.DataObject) -> None:
+        """A request of which the last token is drawn."""
+        entries = [self.batch.find(request) for request in sorted(self.in_steps)]
+        done = [
+            each for each in entries if each and each.phase is Phase.RUNNING and each.is_pulled and not each.pull_open
+        ]
+        if done:
+            entry = data.draw(st.sampled_from(done))
+            self.writes[entry.key] = entry.pages[: data.draw(st.integers(1, len(entry.pages)))]
+            self.batch.keep_for_write(entry.key, self.writes[entry.key])
+            self.in_steps.remove(entry.key)
+            assert self.batch.let_go(entry.key)
+            self.terminals.append(entry.key)
+
+    @rule(data=st.data(), is_over=st.booleans())
+    def write_fewer(self, data: st.DataObject, is_over: bool) -> None:
+        if self.writes:
+            request = data.draw(st.sampled_from(sorted(self.writes)))
+            pages = self.writes.pop(request)
+            if is_over or len(pages) == 1:
+                self.batch.write_done(request)
+            else:
+                self.writes[request] = pages[1:]
+                self.batch.keep_for_write(request, pages[1:])
 
     @rule(request=keys)
     def end(self, request: RequestKey) -> None:
@@ -253,6 +404,8 @@ class BatchMachine(RuleBasedStateMachine):
     def pages_of_open_work_are_held(self) -> None:
         for request in {*self.pulls, *self.in_steps}:
             assert self.batch.find(request).pages, "somebody may write into pages that are free"
+        for request, pages in self.writes.items():
+            assert self.batch.find(request).pages == pages, "a put may read pages that serve another"
 
     def teardown(self) -> None:
         for request in self.opened:
@@ -262,6 +415,8 @@ class BatchMachine(RuleBasedStateMachine):
             self.batch.let_go(request)
         for request, blocks in self.pulls.items():
             self.batch.pull_done(request, blocks, missing=[])
+        for request in self.writes:
+            self.batch.write_done(request)
         assert sorted(self.terminals) == sorted(self.opened), "one terminal state each"
         assert self.batch.num_free_pages == NUM_PAGES
         assert self.batch.num_entries == 0

@@ -11,6 +11,7 @@ import torch
 from decode_node.batch import Phase
 from decode_node.requests import Failed, Finished, Pulled, Tokens
 from kvstore.transfer.memory import MemoryStore
+from model_runner import kv_fetch
 from moontide.errors import MoontideError
 from moontide.sampling_params import FinishReason, SamplingParams
 from tests.fakes.tiny_models import VOCAB_SIZE, reference_generate, tiny_model_dir
@@ -264,6 +265,7 @@ async def test_cancel_with_a_get_open_frees_the_pages_only_after_it(prefill: Pre
         await rig.until_idle()
 
 
+@pytest.mark.usefixtures("group_per_get")
 async def test_cancelled_pull_reads_no_further_group(prefill: Prefill, store: MemoryStore) -> None:
     prompt = prefill.run("r", prompt_ids(PARTIAL_LENGTH), GREEDY)
     async with decode_rig(prefill, store) as rig:
@@ -507,7 +509,12 @@ async def test_drain_lets_requests_end_refuses_new_ones_and_hands_back_the_rest(
         await rig.until_idle()
 
 
-async def test_random_cancels_leak_nothing(prefill: Prefill, store: MemoryStore) -> None:
+@pytest.mark.parametrize("joins_early", [False, True])
+async def test_random_cancels_leak_nothing(
+    prefill: Prefill, store: MemoryStore, joins_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if joins_early:
+        monkeypatch.setattr(kv_fetch, "MIN_CALL_BYTES", 1)
     choose = random.Random(1)
     prompts = [
         prefill.run(

@@ -17,6 +17,7 @@ from decode_node.__main__ import main
 from decode_node.config import DecodeConfig, DecodeNodeConfig
 from decode_node.service import DecodeNode, start_decode
 from kvstore.access import KvConfig, StoreAccessConfig
+from kvstore.keys import LOCAL_NODE_ID
 from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState
@@ -110,7 +111,7 @@ async def test_session_streams_the_same_tokens_as_transformers(
         assert node.layout == prefill.layout
         call = stub.Session()
         await call.write(open_command(prompt))
-        await call.write(command(prompt, sealed=decode_pb2.DecodeSealed(num_blocks=1)))
+        await call.write(command(prompt, sealed=decode_pb2.DecodeSealed(num_blocks=1, store_node_id=LOCAL_NODE_ID)))
         await call.write(start_command(prompt))
         pulled = (await read(call)).pulled
         assert [span.track for span in pulled.spans] == ["decode"] * len(pulled.spans)

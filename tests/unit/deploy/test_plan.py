@@ -41,6 +41,15 @@ def test_services_accept_their_planned_settings() -> None:
             build(CONFIG_CLASSES[spec.role], spec.config)
 
 
+def test_each_store_process_gets_its_own_directory_on_the_ssd() -> None:
+    def ssd_dirs(*overrides: str) -> list[str]:
+        return [spec.config["kvstore"]["ssd_dir"] for spec in make_plan(*overrides).processes if spec.role == "kvstore"]
+
+    assert ssd_dirs("kvstore.ssd_dir=/mnt/ssd") == ["/mnt/ssd/kvstore-0"]
+    assert ssd_dirs("kvstore.ssd_dir=ssd") == [str(Path("ssd").absolute() / "kvstore-0")]
+    assert ssd_dirs() == [""]
+
+
 def test_stages_of_a_group_meet_at_one_control_address_and_groups_do_not() -> None:
     plan = make_plan("deploy.stages=2", "deploy.prefill_groups=2")
     addresses: dict[str, set[str]] = {}

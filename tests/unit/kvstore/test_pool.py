@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.block import BlockHash
+from kvstore.eviction import EVICTION_POLICIES
 from kvstore.keys import parse_key
 from kvstore.layout import KVLayout
 from kvstore.pool import PoolState, Removal, RequestKey, ReserveRequest, ReserveResult, StoredRun
@@ -49,9 +50,9 @@ def ask(name: str, *blocks: str, partial: bool = False, epoch: int = 1, lease_s:
 class Pool(PoolState):
     """With a fake clock, and steps that tests repeat."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, policy: str = "lru") -> None:
         self.clock = FakeClock()
-        super().__init__(capacity_bytes=num_blocks * UNIT, clock=self.clock)
+        super().__init__(capacity_bytes=num_blocks * UNIT, clock=self.clock, policy=policy)
 
     def cache(self, name: str, *blocks: str) -> None:
         """A request that came, sealed everything and went."""
@@ -315,12 +316,74 @@ def test_eviction_takes_nothing_when_all_of_it_would_not_do() -> None:
     assert pool.hits("1") == 1
 
 
+def test_eviction_does_not_wait_for_a_partial_block_that_its_reader_keeps() -> None:
+    """It was read a moment ago: with its room counted on, every request at a full pool would wait for that lease."""
+    pool = Pool(3)
+    pool.cache("cold", "1", "2")
+    pool.reserve(ask("a", partial=True))
+    pool.release(RequestKey("a", 1))
+    pool.remove_due(RemoveStatus.LEASED)
+    request = ask("b", "3")
+    assert pool.evict_for(request) == [h("2")]
+    pool.remove_due()
+    assert pool.reserve(request).result is RESERVED
+    pool.check_invariants()
+
+
 def test_eviction_waits_for_what_is_leaving_already() -> None:
     pool = Pool(4)
     pool.cache("a", "1", "2")
     pool.reserve(ask("b", "x", "y"))
     pool.release(RequestKey("b", 1))
     assert pool.evict_for(ask("new", "n1", "n2")) == []
+
+
+def test_named_blocks_leave_with_all_that_follows_them(pool: Pool) -> None:
+    pool.cache("a", "1", "2", "3")
+    pool.cache("b", "1", "2", "x")
+    pool.cache("c", "p", "q")
+    eviction = pool.evict_chains([h("3"), h("2"), h("unknown")])
+    assert set(eviction.hashes) == {h("2"), h("3"), h("x")}
+    assert eviction.hashes[-1] == h("2"), "children first"
+    assert (eviction.num_bytes, eviction.num_pinned) == (3 * UNIT, 0)
+    assert pool.hits("1", "2") == 1
+    pool.check_invariants()
+
+
+def test_named_blocks_that_are_held_stay(pool: Pool) -> None:
+    pool.cache("a", "1", "2", "3")
+    pool.reserve(ask("b", "1", "2"))
+    eviction = pool.evict_chains([h("1")])
+    assert (eviction.hashes, eviction.num_pinned) == ([h("3")], 2)
+    pool.check_invariants()
+
+
+def test_the_coldest_leave_until_enough_is_gone(pool: Pool) -> None:
+    pool.cache("a", "1", "2", "3")
+    pool.cache("b", "p")
+    pool.reserve(ask("c", "x"))
+    assert pool.evict_coldest(UNIT + 1).hashes == [h("3"), h("2")]
+    everything = pool.evict_coldest(1 << 40)
+    assert (everything.hashes, everything.num_bytes) == ([h("1"), h("p")], 2 * UNIT)
+    assert pool.stats().pinned_blocks == 1
+    pool.check_invariants()
+
+
+def test_blocks_are_told_with_their_use(pool: Pool) -> None:
+    pool.cache("a", "1", "2")
+    pool.clock.advance(5)
+    pool.reserve(ask("b", "1", "x"))
+    told = {block.hash: (block.is_sealed, block.num_refs, block.num_uses, block.idle_s) for block in pool.blocks()}
+    assert told == {h("1"): (True, 1, 2, 0.0), h("2"): (True, 0, 1, 5.0), h("x"): (False, 1, 1, 0.0)}
+    assert [block.hash for block in pool.blocks(max_blocks=1)] == [h("1")]
+
+
+def test_blocks_that_leave_while_they_are_told_are_left_out(pool: Pool) -> None:
+    pool.cache("a", "1", "2")
+    telling = pool.blocks()
+    assert next(telling).hash == h("1")
+    pool.evict_chains([h("2")])
+    assert list(telling) == []
 
 
 def test_sealed_runs_tell_everything_parents_first(pool: Pool) -> None:
@@ -361,9 +424,9 @@ CHAINS = [
 class PoolMachine(RuleBasedStateMachine):
     """Any order of calls keeps the invariants, and at the end everything comes back."""
 
-    @initialize(num_blocks=st.integers(2, 9))
-    def start(self, num_blocks: int) -> None:
-        self.pool = Pool(num_blocks)
+    @initialize(num_blocks=st.integers(2, 9), policy=st.sampled_from(sorted(EVICTION_POLICIES)))
+    def start(self, num_blocks: int, policy: str) -> None:
+        self.pool = Pool(num_blocks, policy)
         self.in_flight: list[Removal] = []
         self.published: set[BlockHash] = set()
 
@@ -407,6 +470,21 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(names=st.sets(st.sampled_from("abcd")))
     def renew(self, names: set[str]) -> None:
         self.pool.renew(names, lease_s=10)
+
+    @rule(num_blocks=st.integers(1, 9))
+    def evict_coldest(self, num_blocks: int) -> None:
+        idle = sum(block.num_refs == 0 for block in self.pool.blocks())
+        eviction = self.pool.evict_coldest(num_blocks * UNIT)
+        assert eviction.num_bytes == len(eviction.hashes) * UNIT == min(num_blocks, idle) * UNIT
+        self.published -= set(eviction.hashes)
+
+    @rule(names=st.sets(st.sampled_from("12345678"), min_size=1))
+    def evict_chains(self, names: set[str]) -> None:
+        pinned = {block.hash for block in self.pool.blocks() if block.num_refs}
+        eviction = self.pool.evict_chains([h(name) for name in names])
+        assert not pinned & set(eviction.hashes)
+        assert {h(name) for name in names} & {block.hash for block in self.pool.blocks()} <= pinned
+        self.published -= set(eviction.hashes)
 
     @rule(max_objects=st.integers(1, 8))
     def begin_removals(self, max_objects: int) -> None:

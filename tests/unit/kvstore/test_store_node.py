@@ -300,3 +300,24 @@ async def test_object_keys_parse(world: World) -> None:
     await world.reserve("a", "1", partial=True)
     world.put("a", "1", None)
     assert all(parse_key(key) is not None for key in world.store.objects)
+
+
+async def test_objects_in_other_segments_are_counted_above_a_fill_level(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misplaced(keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if block("2").hex() in key]
+
+    monkeypatch.setattr(world.transfer, "misplaced", misplaced)
+    world.node = LocalStoreNode(world.pool, world.transfer, check_placement_above=0.5)
+    await world.node.register_layout(LAYOUT)
+    await world.cache("a", "3", "1")
+    await world.node.close()
+    assert world.node.metrics.misplaced._value.get() == 0, "half full is not above"
+    await world.cache("b", "3", "1", "2")
+    await world.node.close()
+    assert world.node.metrics.misplaced._value.get() == LAYOUT.num_groups
+    world.store.available = False
+    await world.reserve("c", "4")
+    await world.node.seal(request_id="c", epoch=1, first_block=0, num_blocks=1)
+    await world.node.close()

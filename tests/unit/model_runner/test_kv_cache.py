@@ -104,3 +104,20 @@ def test_copies_wait_for_what_was_marked_and_not_for_compute_that_came_later() -
     assert not compute.query()
     compute.synchronize()
     assert torch.equal(kv.layer(0)[2], kv.layer(0)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copy_out_of_an_earlier_step_does_not_wait_for_a_later_one() -> None:
+    """The later step is a kernel that spins, and has marked the same group behind it."""
+    kv = PagedKVCache(LAYOUT, FIRST, num_pages=3, device="cuda", arena=None)
+    compute = torch.cuda.current_stream()
+    kv.layer(0)[1] = 2.5
+    kv.mark_written(0)
+    earlier = kv.last_mark(0)
+    torch.cuda._sleep(5_000_000_000)
+    kv.mark_written(0)
+    kv.copy_out(0, [1], written=earlier)
+    assert struct.unpack_from("<f", slot_bytes(kv, 0, 1))[0] == 2.5
+    assert not compute.query()
+    compute.synchronize()

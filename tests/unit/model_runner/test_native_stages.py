@@ -81,7 +81,7 @@ def logits_of_all(stages: Sequence[StageRunner], *, chunk: int) -> Tensor:
         segment = Segment(start=first, num_tokens=len(ids), pages=PAGES, wants_logits=True)
         hidden = stages[0].forward([segment], token_ids_T=ids)
         with torch.inference_mode():
-            step, positions = stages[1]._plan([segment], None)
+            step, positions = stages[1]._plan([segment], None, None)
             rows.append(stages[1]._model.logits(hidden, positions, step, rows=torch.arange(len(ids))))
     return torch.cat(rows)
 

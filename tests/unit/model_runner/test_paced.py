@@ -90,6 +90,25 @@ def test_step_takes_the_time_of_its_shape_and_groups_are_told_of_in_proportion(d
     assert hidden.shape == (0, VOCAB_SIZE)
 
 
+def test_what_a_step_waits_for_kv_comes_on_top_of_its_time(described: DescribedModel) -> None:
+    clock = SleptClock()
+    runner = paced(described, specs(1)[0], PACE, clock)
+    waits_s = {0: 0.0, 1: 3.0, 2: 0.0, 3: 5.0}
+    began: list[tuple[int, float]] = []
+
+    def wait(group_idx: int) -> None:
+        began.append((group_idx, clock.now()))
+        clock.sleep(waits_s[group_idx])
+
+    runner.forward([segment(0, 20, [3, 5])], token_ids_T=ids(20), before_layer_group=wait)
+    step_s = PACE.time_s(StepShape.of_chunk(20, 0))
+    assert [group_idx for group_idx, _ in began] == [0, 1, 2, 3]
+    quarter_s = step_s / 4
+    expected = [0.0, quarter_s, 3 + 2 * quarter_s, 3 + 3 * quarter_s]
+    assert [moment_s for _, moment_s in began] == pytest.approx(expected, abs=1e-3)
+    assert clock.now() == pytest.approx(step_s + 8.0, abs=1e-3)
+
+
 def test_a_sleep_on_the_real_clock_is_never_short(described: DescribedModel) -> None:
     kv = PagedKVCache(described.layout, specs(1)[0], num_pages=NUM_PAGES, arena=None)
     pace = StepModel(overhead_s=0.02, token_s=0.0, pair_s=0.0)

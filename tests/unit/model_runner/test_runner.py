@@ -255,6 +255,31 @@ def test_layer_groups_are_announced_in_order_once_their_kv_is_final(tiny_root: P
         assert torch.equal(kv, final[2 * group_idx : 2 * group_idx + 2])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
+def test_kv_that_arrives_before_its_layer_group_is_computed_is_early_enough(family: str, tiny_root: Path) -> None:
+    model_dir = tiny_model_dir(family, tiny_root)
+    stages = load_stages(model_dir, 2, layer_group=2)
+    pages = shuffled_pages(7)
+    prefill(stages, PROMPT[:-1], pages, chunk=33)
+    layers = {layer: stage.kv.layer(idx) for stage in stages for idx, layer in enumerate(_layers_of(stage))}
+    computed = {layer: kv.clone() for layer, kv in layers.items()}
+    for kv in layers.values():
+        kv.fill_(float("nan"))
+    arrived: list[int] = []
+
+    def arrive(group_idx: int) -> None:
+        arrived.append(group_idx)
+        for layer in (2 * group_idx, 2 * group_idx + 1):
+            if layer in layers:
+                layers[layer].copy_(computed[layer])
+
+    segment = Segment(start=len(PROMPT) - 1, num_tokens=1, pages=pages, wants_logits=True)
+    out = stages[0].forward([segment], token_ids_T=torch.tensor(PROMPT[-1:]), before_layer_group=arrive)
+    logits = stages[1].forward([segment], hidden_TD=out, before_layer_group=arrive)
+    assert arrived == list(range(-(-len(layers) // 2)))
+    assert_close(logits[0], reference_logits(model_dir, PROMPT)[-1])
+
+
 def _layers_of(stage: StageRunner) -> range:
     return range(stage.spec.start_layer, stage.spec.end_layer)
 

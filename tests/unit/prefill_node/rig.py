@@ -74,11 +74,11 @@ class GatedTransfer(MemoryTransfer):
         super().__init__(store)
         self._gates = gates
 
-    def put(self, items: Sequence[PutItem]) -> list[PutStatus]:
+    def put(self, items: Sequence[PutItem], *, segment: str = "") -> list[PutStatus]:
         self._gates.put.pass_through()
         if self._gates.puts_fail:
             return [PutStatus.NO_SPACE for _ in items]
-        return super().put(items)
+        return super().put(items, segment=segment)
 
     def get(self, items: Sequence[GetItem]) -> list[GetStatus]:
         self._gates.get.pass_through()
@@ -305,3 +305,18 @@ async def running_group(model_dir: Path, *, num_stages: int, **settings: Any) ->
         stack.push_async_callback(group.close)
         await group.start()
         yield group
+
+
+@asynccontextmanager
+async def group_behind_proxy(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[Group, TcpProxy]]:
+    """Two stages whose control connection can be cut."""
+    group = Group(model_dir, num_stages=2, **settings)
+    proxy = TcpProxy(group.control_address)
+    await proxy.start()
+    group.join_address = proxy.address
+    try:
+        await group.start()
+        yield group, proxy
+    finally:
+        await group.close()
+        await proxy.close()

@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from kvstore.node import NodeIdentity
 from kvstore.transfer.base import PutStatus
+from moontide.errors import Internal
 from moontide_proto.v1 import stage_pb2
 from prefill_node.metrics import StageMetrics
 from prefill_node.pipeline import StagePipeline, StageThreads
@@ -21,6 +24,7 @@ from tests.unit.prefill_node.rig import WAIT_S, Gate, eventually
 
 STEP_TOKENS = 8
 HIDDEN_SIZE = 4
+STORE = NodeIdentity(node_id="store", boot_id="boot", segment="host")
 
 
 class FakeRunner:
@@ -30,7 +34,12 @@ class FakeRunner:
         self.info = SimpleNamespace(hidden_size=HIDDEN_SIZE)
         self.spec = SimpleNamespace(stage_idx=0, is_first_stage=is_first_stage, is_last_stage=is_last_stage)
         self.kv = SimpleNamespace(
-            groups=range(1), page_tokens=STEP_TOKENS, copy_out=lambda *_: None, slot_address=lambda *_: 0
+            groups=range(1),
+            page_tokens=STEP_TOKENS,
+            last_mark=lambda _: None,
+            copy_out=lambda *_, **__: None,
+            slot_address=lambda *_: 0,
+            slot_bytes=lambda _: 1,
         )
         self.gate = Gate()
         self.num_ended = 0
@@ -67,32 +76,39 @@ class FakeLink:
 
 
 class World:
-    def __init__(self, *, stage: str) -> None:
+    def __init__(self, *, stage: str, push: str) -> None:
         self.clock = FakeClock()
         self.runner = FakeRunner(is_first_stage=stage == "first", is_last_stage=stage == "last")
         self.link = FakeLink()
         self.registry = CollectorRegistry()
         self.reports: list[stage_pb2.StageReport] = []
         self.put_gate = Gate()
+        self.num_put = 0
         self.threads = StageThreads(torch_threads=1)
         self.pipeline = StagePipeline(
             epoch=1,
             runner=self.runner,  # type: ignore[arg-type]
-            client=SimpleNamespace(put_group=self._put_group),  # type: ignore[arg-type]
+            client=SimpleNamespace(put=self._put),  # type: ignore[arg-type]
+            store=STORE,
             threads=self.threads,
             report=self.reports.append,
             clock=self.clock,
             metrics=StageMetrics(self.registry),
             dtype="float32",
             transfer_timeout_s=WAIT_S,
+            step_model=None,
+            push=push,
+            max_push_bytes=1 << 20,
         )
         self.num_steps = 0
 
-    def _put_group(self, _group_idx: int, blocks: list[Any]) -> list[PutStatus]:
+    def _put(self, objects: list[Any], *, segment: str) -> list[PutStatus]:
+        assert segment == STORE.segment
         self.put_gate.pass_through()
-        return [PutStatus.STORED_OR_OPEN] * len(blocks)
+        self.num_put += len(objects)
+        return [PutStatus.STORED_OR_OPEN] * len(objects)
 
-    def apply_step(self) -> None:
+    def apply_step(self, *, is_last: bool = False) -> None:
         self.num_steps += 1
         chunk = stage_pb2.Chunk(
             request_id="r",
@@ -102,10 +118,18 @@ class World:
             new_pages=[self.num_steps - 1],
             token_ids=bytes(4 * STEP_TOKENS),
             block_hashes=bytes([self.num_steps]) * 32,
+            is_last=is_last,
         )
         self.pipeline.apply(
             stage_pb2.LogEntry(epoch=1, seq=self.num_steps, compute=stage_pb2.ComputeStep(chunks=[chunk]))
         )
+
+    def apply_end(self) -> None:
+        end = stage_pb2.EndRequest(request_id="r", request_epoch=1)
+        self.pipeline.apply(stage_pb2.LogEntry(epoch=1, seq=self.num_steps + 1, end=end))
+
+    def reported(self, kind: str) -> int:
+        return sum(report.HasField(kind) for report in self.reports)  # type: ignore[arg-type]
 
     @property
     def done(self) -> list[stage_pb2.StepDone]:
@@ -116,8 +140,8 @@ class World:
 
 
 @asynccontextmanager
-async def running(stage: str) -> AsyncIterator[World]:
-    world = World(stage=stage)
+async def running(stage: str, *, push: str = "layer-wise") -> AsyncIterator[World]:
+    world = World(stage=stage, push=push)
     receiver: Any = None if stage == "first" else world.link
     sender: Any = None if stage == "last" else world.link
     loop = asyncio.create_task(world.pipeline.run(receiver=receiver, sender=sender))
@@ -191,7 +215,55 @@ async def test_puts_that_are_open_after_the_last_step_are_a_wait_for_the_store()
         await eventually(lambda: len(world.done) == 1, "a forward")
         world.clock.advance(5)
         world.put_gate.open()
-        await eventually(lambda: any(report.HasField("puts_done") for report in world.reports), "puts")
+        await eventually(lambda: world.reported("puts_done") == 1, "puts")
         world.clock.advance(1)
         world.pipeline.times.settle()
         assert (world.seconds("wait_store"), world.seconds("idle")) == (5.0, 1.0)
+
+
+async def test_end_of_a_request_is_acknowledged_only_after_the_put_that_is_under_way() -> None:
+    async with running("first") as world:
+        world.link.is_free.set()
+        world.put_gate.shut()
+        world.apply_step()
+        await eventually(lambda: world.put_gate.arrived == 1 and world.reported("step_done") == 1, "a put under way")
+        world.apply_end()
+        assert world.reported("end_done") == 0
+        world.put_gate.open()
+        await eventually(lambda: world.reported("end_done") == 1, "the end")
+        assert world.num_put == 1
+
+
+async def test_end_of_an_epoch_waits_for_the_put_that_is_under_way_and_leaves_out_the_rest() -> None:
+    async with running("first") as world:
+        world.link.is_free.set()
+        world.put_gate.shut()
+        world.apply_step()
+        world.apply_step()
+        await eventually(lambda: world.put_gate.arrived == 1 and world.reported("step_done") == 2, "a put under way")
+        with pytest.raises(Internal, match="a job of an ended epoch still runs"):
+            await world.pipeline.close(timeout_s=0.02)
+        world.put_gate.open()
+        await world.pipeline.close(timeout_s=WAIT_S)
+        assert (world.num_put, world.reported("puts_done")) == (1, 0)
+
+
+async def test_puts_after_prefill_wait_for_the_last_step_of_the_prompt() -> None:
+    async with running("first", push="after-prefill") as world:
+        world.link.is_free.set()
+        world.apply_step()
+        await eventually(lambda: world.reported("step_done") == 1, "a forward")
+        assert world.num_put == 0
+        world.apply_step(is_last=True)
+        await eventually(lambda: world.reported("puts_done") == 2, "the puts of both steps")
+        assert (world.num_put, world.put_gate.arrived) == (2, 1)
+
+
+async def test_request_that_ends_before_its_puts_were_due_lets_go_of_its_pages() -> None:
+    async with running("first", push="after-prefill") as world:
+        world.link.is_free.set()
+        world.apply_step()
+        await eventually(lambda: world.reported("step_done") == 1, "a forward")
+        world.apply_end()
+        await eventually(lambda: world.reported("end_done") == 1, "the end")
+        assert world.num_put == 0

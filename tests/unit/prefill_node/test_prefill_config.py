@@ -26,6 +26,8 @@ def make_prefill(**changes: Any) -> PrefillConfig:
         ({"stage_idx": 2}, "stage_idx=2"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"slack": -1}, "slack=-1"),
+        ({"push": "sometimes"}, "push='sometimes' is unknown; choose one of auto, layer-wise"),
+        ({"max_push_bytes": 0}, "max_push_bytes=0"),
         ({"heartbeat_s": 0.0}, "heartbeat_s"),
         ({"peer_timeout_s": 1.5}, "twice prefill.heartbeat_s"),
         ({"control_address": "here"}, "write host:port"),

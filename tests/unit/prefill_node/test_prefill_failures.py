@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from kvstore.node import NodeIdentity
+from kvstore.node import LocalStoreNode, NodeIdentity
+from kvstore.transfer.memory import MemoryTransfer
 from model_runner.runner import Segment, StageRunner
 from moontide import rpc
 from moontide.errors import NodeLost, TransferFailed
@@ -24,8 +24,8 @@ from tests.unit.prefill_node.rig import (
     WAIT_S,
     Answer,
     Group,
-    TcpProxy,
     eventually,
+    group_behind_proxy,
     make_prompt,
     running_group,
 )
@@ -168,21 +168,6 @@ async def test_cancel_while_putting_or_sealing(model_dir: Path, place: str) -> N
         await assert_serves(group)
 
 
-@asynccontextmanager
-async def group_behind_proxy(model_dir: Path) -> AsyncIterator[tuple[Group, TcpProxy]]:
-    """Two stages whose control connection can be cut."""
-    group = Group(model_dir, num_stages=2)
-    proxy = TcpProxy(group.control_address)
-    await proxy.start()
-    group.join_address = proxy.address
-    try:
-        await group.start()
-        yield group, proxy
-    finally:
-        await group.close()
-        await proxy.close()
-
-
 async def test_cut_control_connection_ends_requests_retriable_and_the_group_forms_again(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +257,19 @@ async def test_stage_of_another_group_shape_is_refused(model_dir: Path, caplog: 
         group.stages.append(await group.start_stage(1))
         await group.until_ready()
         await assert_serves(group)
+
+
+async def test_stage_that_stores_elsewhere_is_refused(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_group(model_dir, num_stages=2) as group:
+        await group.stages.pop().close()
+        elsewhere = Group(model_dir, num_stages=2)
+        elsewhere.join_address = group.control_address
+        elsewhere.node.pool.node_id = "another host's"
+        elsewhere.store_node = LocalStoreNode(elsewhere.node.pool, MemoryTransfer(elsewhere.store))
+        stranger = await elsewhere.start_stage(1)
+        await eventually(lambda: "start all stages with one store.service_address" in caplog.text, "a refusal")
+        assert not stranger.is_grouped
+        await stranger.close()
 
 
 async def test_store_that_is_down_turns_ready_red_and_back(model_dir: Path) -> None:

@@ -29,7 +29,9 @@ MODEL = StepModel(overhead_s=0.001, token_s=0.01, pair_s=0.0)
 class World:
     """One stage whose reports the test makes up."""
 
-    def __init__(self, *, num_pages: int = 64, policy: str = "srpt", model: StepModel | None = None) -> None:
+    def __init__(
+        self, *, num_pages: int = 64, policy: str = "srpt", model: StepModel | None = None, push: str = "auto"
+    ) -> None:
         self.clock = FakeClock()
         self.entries: list[stage_pb2.LogEntry] = []
         self.registry = CollectorRegistry()
@@ -43,6 +45,7 @@ class World:
                 chunk_tokens=8,
                 chunking="fixed" if model is None else "equal-time",
                 policy=policy,
+                push=push,
             ),
             num_pages=num_pages,
             block_tokens=BLOCK_TOKENS,
@@ -168,6 +171,16 @@ async def test_pages_are_not_taken_for_a_prompt_that_does_not_go_first() -> None
     assert short.first_token.done()
 
 
+async def test_pages_whose_puts_wait_for_the_end_of_the_prompt_are_not_taken() -> None:
+    world = World(num_pages=20, model=MODEL, push="after-prefill")
+    long = world.prompt("long", 64)
+    world.session.compute(long, cursor=0)
+    assert world.session.choose([world.waiting("short", 32)]) is None
+    world.work()
+    assert not long.dropped.is_set()
+    assert long.first_token.done()
+
+
 async def test_smaller_prompts_go_ahead_of_one_that_does_not_fit_until_it_starves() -> None:
     world = World(num_pages=20, policy="fcfs")
     running = world.prompt("running", 40)
@@ -202,6 +215,18 @@ async def test_pages_are_taken_away_also_when_the_last_puts_are_reported_before_
     for seq in steps:
         world.report(step_done=stage_pb2.StepDone(seq=seq))
     assert world.entries[-1].HasField("end")
+
+
+async def test_puts_of_a_step_that_are_reported_after_those_of_a_later_one_take_nothing_back() -> None:
+    world = World(model=MODEL)
+    prompt = world.prompt("r", 64)
+    world.session.compute(prompt, cursor=0)
+    first, second = world.entries[:2]
+    world.report(puts_done=stage_pb2.PutsDone(seq=second.seq))
+    (chunk,) = second.compute.chunks
+    assert prompt.put_tokens == chunk.first_token + chunk.num_tokens
+    world.report(puts_done=stage_pb2.PutsDone(seq=first.seq))
+    assert prompt.put_tokens == chunk.first_token + chunk.num_tokens
 
 
 async def test_blocks_that_were_being_fetched_when_a_resumed_prompt_was_given_up_are_not_found_in_its_pages() -> None:
