@@ -110,6 +110,7 @@ async def test_long_prompt_partly_hit(
     assert answer.usage.cached_tokens == LONG // BLOCK // 2 * BLOCK
 
 
+@pytest.mark.slow  # in one process: test_same_tokens.py
 @pytest.mark.timeout(600)
 async def test_long_prompt_on_three_stages(text: RealText, reference: GreedyGenerator) -> None:
     prompt = text.piece(LONG_START, LONG)

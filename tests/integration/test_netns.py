@@ -32,7 +32,9 @@ HOLDER = """
 import subprocess, sys
 from tests.netns import shaped_link
 with shaped_link(rate_bits_s=1e9, delay_s=0.0) as link:
-    inside = subprocess.Popen(link.far.argv(["sleep", "600"]))
+    command = ["sh", "-c", "echo; exec sleep 600"]
+    inside = subprocess.Popen(link.far.argv(command), stdout=subprocess.PIPE)
+    inside.stdout.readline()  # from here on it dies with this process
     print(link.relay_pid, inside.pid, flush=True)
     inside.wait()
 """
