@@ -1,5 +1,7 @@
 """Counters of the KV store: of its clients in other services, and of the store process itself."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
@@ -21,9 +23,7 @@ class ClientMetrics:
 
 class StoreMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=registry)
-
+        gauge = partial(Gauge, registry=registry)
         self.capacity_bytes = gauge("kvstore_capacity_bytes", "Bytes that reservations and cached blocks may use.")
         self.used_bytes = gauge("kvstore_used_bytes", "Bytes reserved, cached, or not yet removed.")
         self.sealed_blocks = gauge("kvstore_sealed_blocks", "Blocks that a prompt can hit.")
@@ -54,12 +54,7 @@ class StoreMetrics:
 
 class SsdMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=registry)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, registry=registry)
-
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
         self.capacity_bytes = gauge("kvstore_ssd_capacity_bytes", "Bytes that segment files may take.")
         self.used_bytes = gauge("kvstore_ssd_used_bytes", "Bytes of segment files.")
         self.blocks = gauge("kvstore_ssd_blocks", "Blocks that can come back from the SSD.")

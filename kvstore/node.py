@@ -28,7 +28,7 @@ from kvstore.pool import (
 )
 from kvstore.ssd import SsdBlock
 from kvstore.tiering import SsdMover
-from kvstore.transfer.base import Arena, RemoveStatus, StoreUnavailable, Transfer
+from kvstore.transfer.base import Arena, RemoveStatus, StoreUnavailable, Transfer, arena_with_room
 from kvstore.verify import BlockHealth, Verification, read_back
 from moontide.errors import BadRequest, ConfigError, NodeLost
 from moontide.log import get_logger
@@ -371,9 +371,9 @@ class LocalStoreNode:
 
     async def _read_back(self, layout: KVLayout, hashes: Sequence[BlockHash]) -> list[BlockHealth]:
         async with self._verifying:
-            nbytes = layout.object_bytes(0)
-            if self._verify_arena is None or self._verify_arena.nbytes < nbytes:
-                self._verify_arena = self._transfer.allocate(max(nbytes, VERIFY_BYTES))
+            self._verify_arena = arena_with_room(
+                self._transfer, self._verify_arena, needed_bytes=layout.object_bytes(0), usual_bytes=VERIFY_BYTES
+            )
             return await asyncio.to_thread(
                 read_back, self._transfer, self._verify_arena, layout, hashes, holder=self.pool.node_id
             )

@@ -16,7 +16,7 @@ from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode
 from kvstore.pool import RequestKey, ReserveResult
-from kvstore.transfer.base import Arena, PutStatus, Transfer
+from kvstore.transfer.base import Arena, PutStatus, Transfer, arena_with_room
 from moontide.clock import Clock
 from moontide.deadline import Deadline
 from moontide.log import get_logger
@@ -133,8 +133,7 @@ class Replicator:
     ) -> None:
         """Copy and seal blocks of a reservation until one cannot be copied or the time is over."""
         object_bytes = layout.object_bytes(0)
-        if self._arena is None or self._arena.nbytes < object_bytes:
-            self._arena = self._transfer.allocate(max(object_bytes, _ARENA_BYTES))
+        self._arena = arena_with_room(self._transfer, self._arena, needed_bytes=object_bytes, usual_bytes=_ARENA_BYTES)
         slots = [self._arena.address + at for at in range(0, self._arena.nbytes - object_bytes + 1, object_bytes)]
         while first_block < len(chain) and not deadline.expired:
             sources = [BlockRef(each, *key, holder) for each in chain[first_block : first_block + len(slots)]]
@@ -157,10 +156,10 @@ def _copy(client: StoreClient, layout: KVLayout, blocks: Sequence[tuple[BlockRef
     seen to exist there."""
     for group_idx in range(layout.num_groups):
         arrived = client.get_group(group_idx, blocks)
-        blocks = blocks[: arrived.index(False)] if False in arrived else blocks
+        blocks = blocks[: sum(itertools.takewhile(bool, arrived))]
         copies = [(replace(ref, holder=holder), slot) for ref, slot in blocks]
         statuses = client.put_group(group_idx, copies)
         stored = [status is PutStatus.STORED_OR_OPEN for status in statuses]
-        blocks = blocks[: stored.index(False)] if False in stored else blocks
+        blocks = blocks[: sum(itertools.takewhile(bool, stored))]
     missing = client.missing([replace(ref, holder=holder) for ref, _ in blocks])
     return min((position for position, _ in missing), default=len(blocks))

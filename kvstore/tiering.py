@@ -9,6 +9,7 @@ block anyway. It also means that a killed store process loses little.
 """
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Sequence
 
 from kvstore.block import BlockHash
@@ -17,7 +18,7 @@ from kvstore.metrics import SsdMetrics
 from kvstore.pool import PoolState, object_keys
 from kvstore.ssd import SsdTier
 from kvstore.trailer import is_intact, slot_at, write_trailer
-from kvstore.transfer.base import Arena, GetItem, GetStatus, PutItem, Transfer
+from kvstore.transfer.base import Arena, GetItem, GetStatus, PutItem, Transfer, arena_with_room
 from moontide.clock import Clock
 from moontide.errors import MoontideError
 from moontide.log import get_logger
@@ -110,7 +111,7 @@ class SsdMover:
         except MoontideError as error:
             log.warning("blocks cannot be brought back from the ssd", error=str(error))
             return 0
-        return (seen.index(False) if False in seen else len(seen)) // layout.num_groups
+        return sum(itertools.takewhile(bool, seen)) // layout.num_groups
 
     def show(self) -> None:
         stats = self.ssd.stats()
@@ -147,7 +148,4 @@ class SsdMover:
         return items
 
     def _arena_for(self, layout: KVLayout, arena: Arena | None) -> Arena:
-        """`arena`, or a new one when there is none yet that holds a block. Raises: ConfigError, StoreUnavailable."""
-        if arena is None or arena.nbytes < layout.block_bytes:
-            return self._transfer.allocate(max(_BATCH_BYTES, layout.block_bytes))
-        return arena
+        return arena_with_room(self._transfer, arena, needed_bytes=layout.block_bytes, usual_bytes=_BATCH_BYTES)

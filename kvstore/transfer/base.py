@@ -116,6 +116,13 @@ class Transfer(Protocol):
         ...
 
 
+def arena_with_room(transfer: Transfer, arena: Arena | None, *, needed_bytes: int, usual_bytes: int) -> Arena:
+    """`arena`, or a new one when there is none yet that has room for `needed_bytes`. Raises: ConfigError, StoreUnavailable."""
+    if arena is None or arena.nbytes < needed_bytes:
+        return transfer.allocate(max(usual_bytes, needed_bytes))
+    return arena
+
+
 def check_arena_room(nbytes: int, *, used_bytes: int, arena_bytes: int) -> None:
     """Raises: ConfigError when `nbytes` more do not fit."""
     if nbytes < 1 or used_bytes + nbytes > arena_bytes:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 from urllib.error import HTTPError
 
 import numpy as np
@@ -179,9 +180,12 @@ class Writer:
         self.transfer.close()
 
 
+AnyWriter = TypeVar("AnyWriter", bound=Writer)
+
+
 @asynccontextmanager
-async def attached(of: Service) -> AsyncIterator[Writer]:
-    made = Writer(of)
+async def attached(of: Service, kind: type[AnyWriter] = Writer) -> AsyncIterator[AnyWriter]:  # type: ignore[assignment]
+    made = kind(of)
     try:
         await made.node.register_layout(LAYOUT)
         yield made

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from kvstore.transfer.base import AttachmentLost, GetItem, GetStatus, PutItem, PutStatus, RemoveStatus, StoreUnavailable
 from kvstore.transfer.mooncake import MooncakeTransfer
 from moontide.config import free_port
-from tests.store_processes import data_client, master, wait_until
+from tests.store_processes import Master, data_client, master, wait_until
 
 KIB = 1024
 LIBRARY_TIMEOUT_S = 30.0
@@ -64,31 +68,38 @@ def test_a_dead_master_is_not_healthy_and_exists_raises() -> None:
 @pytest.mark.timeout(150)
 def test_get_that_a_frozen_store_process_may_still_do_ends_with_the_process_that_made_it() -> None:
     """The library gives a call up; the store process does it when it goes on. So the memory has no new owner before that."""
-    with master() as the_master:
-        port = free_port()
-        with data_client(the_master, port=port) as store_process:
-            made = MooncakeTransfer(
-                client_address=f"127.0.0.1:{port}", master_http=the_master.http, arena_bytes=1 << 20
-            )
-            try:
-                arena = made.allocate(64 * KIB)
-                key = put_one(made, arena.address)
-                store_process.send_signal(signal.SIGSTOP)
-                with ThreadPoolExecutor(1) as threads:
-                    getting = threads.submit(made.get, [GetItem(key, arena.address, 100)])
-                    wait_until(
-                        lambda: getting.done() or is_lost(made), timeout_s=100.0, what="the end of this attachment"
-                    )
-                    assert not getting.done()
-                    assert getting.result(10.0) == [GetStatus.FAILED]
-            finally:
-                store_process.kill()
-                made.close()
+    with a_get_from_a_frozen_store_process() as (frozen, getting):
+        wait_until(lambda: getting.done() or is_lost(frozen.made), timeout_s=100.0, what="the end of this attachment")
+        assert not getting.done()
+        assert getting.result(10.0) == [GetStatus.FAILED]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_get_that_a_frozen_store_process_takes_to_its_grave_leaves_the_attachment_as_it_was() -> None:
+    with a_get_from_a_frozen_store_process() as (frozen, getting):
+        with pytest.raises(TimeoutError):
+            getting.result(LIBRARY_TIMEOUT_S + 5.0)
+        frozen.process.kill()
+        frozen.process.wait()
+        assert getting.result(10.0) == [GetStatus.FAILED]
+        with data_client(frozen.master, port=frozen.port):
+            wait_until(frozen.made.healthy, what="the new attachment")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A store process that stands still, and what is attached to it."""
+
+    master: Master
+    port: int
+    process: subprocess.Popen[bytes]
+    made: MooncakeTransfer
+
+
+@contextmanager
+def a_get_from_a_frozen_store_process() -> Iterator[tuple[Frozen, Future[list[GetStatus]]]]:
+    """The second one is the open get of an object that is there."""
     with master() as the_master:
         port = free_port()
         with data_client(the_master, port=port) as store_process:
@@ -101,14 +112,9 @@ def test_get_that_a_frozen_store_process_takes_to_its_grave_leaves_the_attachmen
                 store_process.send_signal(signal.SIGSTOP)
                 with ThreadPoolExecutor(1) as threads:
                     getting = threads.submit(made.get, [GetItem(key, arena.address, 100)])
-                    with pytest.raises(TimeoutError):
-                        getting.result(LIBRARY_TIMEOUT_S + 5.0)
-                    store_process.kill()
-                    store_process.wait()
-                    assert getting.result(10.0) == [GetStatus.FAILED]
-                with data_client(the_master, port=port):
-                    wait_until(made.healthy, what="the new attachment")
+                    yield Frozen(the_master, port, store_process, made), getting
             finally:
+                store_process.kill()
                 made.close()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from urllib.request import urlopen
 
 import pytest
@@ -28,6 +27,7 @@ from tests.integration.test_kvstore_service import (
     Backend,
     Service,
     Writer,
+    attached,
     backend,
     chain,
     service,
@@ -98,19 +98,9 @@ def payload(block_hash: BlockHash | None, group_idx: int) -> bytes:
     return word * (LAYOUT.payload_bytes(group_idx) // len(word))
 
 
-@asynccontextmanager
-async def host(of: Service) -> AsyncIterator[Host]:
-    made = Host(of)
-    try:
-        await made.node.register_layout(LAYOUT)
-        yield made
-    finally:
-        await made.close()
-
-
 @pytest.fixture
 async def hosts(services: tuple[Service, Service]) -> AsyncIterator[tuple[Host, Host]]:
-    async with host(services[0]) as first, host(services[1]) as second:
+    async with attached(services[0], Host) as first, attached(services[1], Host) as second:
         yield first, second
 
 
