@@ -560,11 +560,13 @@ class DecodeRequests:
 
     def _write_back(self, request: _Request) -> None:
         """Have the blocks stored that the answer completed, before the request's pages go. The token drawn last has no K/V."""
+        if not self._config.write_back:
+            return
         hashes = [ref.hash for ref in request.refs if ref.hash is not None]
         computed_ids = np.array(request.tail_ids[:-1], dtype=np.uint32)
         parent = hashes[-1] if hashes else request.root
         new_hashes = hash_blocks(computed_ids, block_tokens=self._layout.block_tokens, root=parent)
-        if not (self._config.write_back and new_hashes):
+        if not new_hashes:
             return
         hashes += new_hashes
         entry = self.batch.find(request.key)
