@@ -8,6 +8,7 @@ Everything that arrives goes through one queue, so that the order of events is t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ class Attempt:
         self._inbox: asyncio.Queue[tuple[_Message, float]] = asyncio.Queue()
         self._prefill: asyncio.Task[None] | None = None
         self._first: common_pb2.Token | None = None
+        self._prefill_origin_s = math.inf
+        """The request's arrival at stage 0, by this clock: what messages say of it, each late by its way here. The earliest is nearest."""
         self._completed_s: float | None = None
         self._pulled_s: float | None = None
         self._store_address: str | None = choice.store.address
@@ -240,6 +243,7 @@ class Attempt:
         if kind == "first_token":
             self._first = message.first_token.token
             timings = message.first_token.timings
+            self._prefill_origin_s = min(self._prefill_origin_s, arrived_s - timings.total_s)
             self._record.add("prefill call", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))
             return Arrived(
                 tokens=[_numbered(self._first)],
@@ -260,7 +264,7 @@ class Attempt:
         self._send_to_decode(
             start=decode_pb2.DecodeStart(first_token=self._first, store_address=self._store_address or "")
         )
-        self._add_remote(completed.spans, arrived_s - completed.age_s)
+        self._add_prefill_spans(completed, arrived_s)
         return PrefillOver()
 
     def _on_decode(self, message: decode_pb2.DecodeEvent, arrived_s: float) -> AttemptEvent | None:
@@ -305,12 +309,15 @@ class Attempt:
         while not self._inbox.empty():
             message, arrived_s = self._inbox.get_nowait()
             if isinstance(message, prefill_pb2.PrefillEvent) and message.HasField("completed"):
-                self._add_remote(message.completed.spans, arrived_s - message.completed.age_s)
+                self._add_prefill_spans(message.completed, arrived_s)
 
     def _record_decode_end(self) -> None:
         if self._pulled_s is not None:
             pulled_s, self._pulled_s = self._pulled_s, None
             self._record.add("decode", pulled_s, self._clock.now())
+
+    def _add_prefill_spans(self, completed: prefill_pb2.PrefillCompleted, arrived_s: float) -> None:
+        self._add_remote(completed.spans, min(self._prefill_origin_s, arrived_s - completed.age_s))
 
     def _add_remote(self, spans: Sequence[common_pb2.Span], origin_s: float) -> None:
         self._record.add_remote((Span.from_proto(span) for span in spans), origin_s=origin_s)
