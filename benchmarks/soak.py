@@ -144,8 +144,10 @@ class Observer:
                 raise ProcessLookupError(f"{name} is not running")
             pids[name] = pid
             if name.startswith("kvstore"):
-                (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-                pids[f"{name} data client"] = int(child)
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                if len(children) != 1:
+                    raise ProcessLookupError(f"{name} has {len(children)} children, not its data client alone")
+                pids[f"{name} data client"] = int(children[0])
         return pids
 
     def _num_objects(self) -> int:
@@ -279,7 +281,11 @@ async def soak(
             loading = asyncio.create_task(clients.run(time.monotonic() + 60 * minutes))
             while not loading.done():
                 await asyncio.wait({loading}, timeout=sample_s)
-                looks.append(await observer.look())
+                try:
+                    looks.append(await observer.look())
+                except (OSError, http.client.HTTPException, MoontideError) as error:
+                    print(f"no look: {type(error).__name__}: {error}", flush=True)
+                    continue
                 _say(looks[-1], tally)
             await loading
         looks.append(await observer.look_when_idle())

@@ -48,6 +48,8 @@ from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 _SNAPSHOT_RUN_BLOCKS = 1024
 _WATCH_PERIOD_S = 0.5
 _MARKER_BYTES = 64
+_CHECKS_TO_RED = 3
+"""A slow answer or two of the master on a busy host say nothing about the pool."""
 _ARENA_BYTES = 1 << 30
 """Most transfer memory of this process; what it copies blocks through is allocated when it is needed."""
 
@@ -200,6 +202,7 @@ class PoolWatch:
         self._data_client = data_client
         self._transfer = transfer
         self._marker_key = f"boot/{boot_id}"
+        self._num_failures = 0
         self.problem: str | None = "the segment was not checked yet"
         """Why blocks cannot be stored or read right now; None: they can."""
 
@@ -222,8 +225,11 @@ class PoolWatch:
         try:
             (is_there,) = await asyncio.to_thread(self._transfer.exists, [self._marker_key])
         except StoreUnavailable as error:
-            self._note(str(error))
+            self._num_failures += 1
+            if self._num_failures >= _CHECKS_TO_RED:
+                self._note(str(error))
             return
+        self._num_failures = 0
         if not is_there:
             self.problem = "the store's master forgot this segment"
             raise NodeLost(self.problem)
