@@ -94,7 +94,7 @@ def spread(plan: ClusterPlan, *, near: Host, far: Host, on_far: Collection[str],
             for address in plan.conductors
         ),
         registry_url=move(plan.registry_url, near),
-        store_address=move(plan.store_address, near),
+        store_addresses=tuple(move(address, near) for address in plan.store_addresses),
     )
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -110,7 +109,7 @@ def _record(config: ConductorConfig, conductor: Conductor, grpc_port: int, http_
         address=f"{config.node.host}:{grpc_port}",
         http_address=f"{config.node.host}:{http_port}",
         boot_id=boot_id,
-        host_id=socket.gethostname(),
+        host_id=config.node.resolve_host_id(),
         pid=os.getpid(),
         load={"active": float(conductor.num_active)},
     )

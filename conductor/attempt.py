@@ -2,6 +2,7 @@
 
     accepted -> hold the reservation | sealed -> tell decode | first token -> out | completed -> start decode
     pulled -> release the reservation | tokens -> out | finished -> out
+Without a prefill group the decode instance does it all, the reservation included: local prefill done | tokens -> out | finished -> out
 Everything that arrives goes through one queue, so that the order of events is the order of arrival.
 """
 
@@ -16,6 +17,7 @@ import grpc
 import grpc.aio
 
 from conductor.background import Background
+from conductor.cost import Slo
 from conductor.decode_session import DecodeMessage, DecodeSession
 from conductor.recovery import AttemptFailed
 from conductor.router import Choice
@@ -25,6 +27,7 @@ from moontide.clock import Clock
 from moontide.deadline import Deadline
 from moontide.errors import DeadlineExceeded, Internal, MoontideError, NodeLost, error_from_code
 from moontide.log import get_logger
+from moontide.registry import NodeRecord
 from moontide.rpc import from_rpc_error, names_error
 from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
 from moontide.timeline import Span
@@ -51,16 +54,21 @@ class AttemptSpec:
     sampling: SamplingParams
     cache_salt: str
     deadline: Deadline
+    tenant: str
+    tenant_weight: float
+    priority: int
+    slo: Slo
+    """Counted from the start of this attempt."""
 
     @property
-    def needs_decode(self) -> bool:
+    def has_more_tokens(self) -> bool:
         """Whether tokens may follow the first one of this attempt."""
         return self.output_idx + 1 < self.sampling.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillParts:
-    """Where the time of the Prefill call went until the first token, by stage 0; the rest of it was the way there and back."""
+    """Where the time went until the first token, by the node that computed it; the rest was the way there and back."""
 
     queue_s: float
     fetch_s: float
@@ -110,12 +118,13 @@ class Attempt:
         choice: Choice,
         *,
         session: DecodeSession,
-        prefill_channel: grpc.aio.Channel,
+        prefill_channel: grpc.aio.Channel | None,
         leases: StoreLeases,
         background: Background,
         record: RequestRecord,
         clock: Clock,
     ) -> None:
+        """`prefill_channel` is that of the chosen prefill group, if one was chosen."""
         self._spec = spec
         self._choice = choice
         self._session = session
@@ -132,27 +141,36 @@ class Attempt:
         """The request's arrival at stage 0, by this clock: what messages say of it, each late by its way here. The earliest is nearest."""
         self._completed_s: float | None = None
         self._pulled_s: float | None = None
-        self._store_address: str | None = choice.store.address
+        self._local_parts: PrefillParts | None = None
+        """Of a local prefill whose first token is still to come."""
+        self._store_address: str | None = None if choice.prefill is None else choice.store.address
+        """Where the conductor holds a reservation, or will."""
         self._store_node_id = choice.store.node_id
         self._decode_is_open = False
         self._is_closed = False
         self.started_s = clock.now()
 
     def start(self) -> None:
-        """Open the decode side, if there will be anything to decode, then call prefill."""
-        spec = self._spec
+        """Open the decode side, if it has anything to do, then call prefill."""
+        spec, prefill = self._spec, self._choice.prefill
         self.started_s = self._clock.now()
-        if spec.needs_decode:
-            self._open_decode(spec)
-        self._prefill = self._background.spawn(self._call_prefill(), f"prefill {spec.request_id}")
+        if prefill is None or spec.has_more_tokens:
+            self._open_decode(spec, prefills=prefill is None)
+        if prefill is not None:
+            self._prefill = self._background.spawn(self._call_prefill(prefill), f"prefill {spec.request_id}")
 
-    def _open_decode(self, spec: AttemptSpec) -> None:
+    def _open_decode(self, spec: AttemptSpec, *, prefills: bool) -> None:
+        store = self._choice.store
         opening = decode_pb2.DecodeOpen(
             token_ids=pack_token_ids(spec.token_ids),
             sampling=spec.sampling.to_proto(),
             cache_salt=spec.cache_salt,
             timeout_s=spec.deadline.remaining_s(),
             output_idx=spec.output_idx,
+            tbt_slo_s=spec.slo.tbt_s,
+            local_prefill=(
+                decode_pb2.LocalPrefill(store_node_id=store.node_id, store_address=store.address) if prefills else None
+            ),
         )
         self._decode_is_open = True
         self._session.open(self._command(open=opening), self._deliver)
@@ -196,10 +214,10 @@ class Attempt:
             self._background.spawn(self._release(address), f"release {self._spec.request_id}")
         self._record_decode_end()
 
-    async def _call_prefill(self) -> None:
+    async def _call_prefill(self, record: NodeRecord) -> None:
         """Feed the Prefill call's events into the inbox; cancelling this task cancels the call."""
+        assert self._channel is not None
         spec = self._spec
-        record = self._choice.prefill
         stub = prefill_pb2_grpc.PrefillStub(self._channel)  # type: ignore[no-untyped-call]
         request = prefill_pb2.PrefillRequest(
             request_id=spec.request_id,
@@ -209,6 +227,11 @@ class Attempt:
             output_idx=spec.output_idx,
             cache_salt=spec.cache_salt,
             timeout_s=spec.deadline.remaining_s(),
+            ttft_slo_s=spec.slo.ttft_s,
+            tenant=spec.tenant,
+            tenant_weight=spec.tenant_weight,
+            priority=spec.priority,
+            copy_blocks=self._choice.copy_blocks,
         )
         call = stub.Prefill(request, timeout=spec.deadline.remaining_s())
         is_complete = False
@@ -257,7 +280,7 @@ class Attempt:
     def _on_completed(self, completed: prefill_pb2.PrefillCompleted, arrived_s: float) -> AttemptEvent:
         if self._first is None:
             error = Internal("prefill says that it is complete, but no first token came")
-            raise AttemptFailed(error, node_id=self._choice.prefill.node_id)
+            raise AttemptFailed(error, node_id=self._choice.prefill.node_id if self._choice.prefill else None)
         self._completed_s = arrived_s
         # Whatever the events said, decode must know that all full blocks are there before it is started.
         self._tell_sealed(completed.num_blocks)
@@ -273,8 +296,11 @@ class Attempt:
             self._on_pulled(message.pulled, arrived_s)
             return None
         if kind == "tokens":
-            self._add_remote(message.tokens.spans, arrived_s - message.tokens.age_s)
-            return Arrived(tokens=[_numbered(token) for token in message.tokens.tokens], arrived_s=arrived_s)
+            return self._on_tokens(message.tokens, arrived_s)
+        if kind == "local_prefill_done":
+            done = message.local_prefill_done
+            self._local_parts = PrefillParts(queue_s=done.queue_s, fetch_s=done.fetch_s, compute_s=done.compute_s)
+            return Accepted(hit_tokens=done.hit_tokens)
         if kind == "finished":
             self._decode_is_open = False
             return Finished(reason=FinishReason.from_proto(message.finished.reason))
@@ -285,8 +311,18 @@ class Attempt:
             raise AttemptFailed(error, node_id=self._choice.decode.node_id, is_retriable=failed.retriable)
         return None  # an event of a newer peer
 
+    def _on_tokens(self, message: decode_pb2.DecodeTokens, arrived_s: float) -> Arrived:
+        if message.spans:
+            self._add_remote(message.spans, arrived_s - message.age_s)
+        parts, self._local_parts = self._local_parts, None
+        if parts is not None:
+            self._record.add("local prefill", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))
+            self._pulled_s = arrived_s
+        return Arrived(tokens=[_numbered(token) for token in message.tokens], arrived_s=arrived_s, parts=parts)
+
     def _on_pulled(self, pulled: decode_pb2.DecodePulled, arrived_s: float) -> None:
-        self._pulled_s = arrived_s
+        if self._completed_s is not None:
+            self._pulled_s = arrived_s
         self._add_remote(pulled.spans, arrived_s - pulled.age_s)
         if self._completed_s is not None:
             self._record.add("handoff", self._completed_s, arrived_s)

@@ -72,9 +72,10 @@ class DecodeSession:
         reason = "the session was closed"
         try:
             stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
-            async for event in stub.Session(self._commands()):
-                if deliver := self._receivers.get((event.request_id, event.epoch)):
-                    deliver(event)
+            async for message in stub.Session(self._commands()):
+                for event in message.events:
+                    if deliver := self._receivers.get((event.request_id, event.epoch)):
+                        deliver(event)
             reason = "it ended the session"
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name

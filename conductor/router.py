@@ -52,6 +52,7 @@ class Choice:
     decode: NodeRecord
     store: NodeRecord
     hit_blocks: int
+    copy_blocks: int = 0
 
 
 @dataclass(frozen=True)

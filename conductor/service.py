@@ -19,6 +19,7 @@ from conductor.answer import Answer, OutputDelta, OutputToken, Usage
 from conductor.attempt import Accepted, Arrived, Attempt, AttemptEvent, AttemptSpec, Finished, PrefillOver, PrefillParts
 from conductor.background import Background
 from conductor.config import ConductorConfig
+from conductor.cost import Slo
 from conductor.decode_session import DecodeSessions
 from conductor.in_flight import InFlight
 from conductor.metrics import ConductorMetrics
@@ -268,7 +269,7 @@ class Conductor:
             attempt_id,
             prefill_node=choice.prefill.node_id,
             tokens=max(1, len(request.prompt) - choice.hit_blocks * _layout(choice.prefill.layout_json).block_tokens),
-            decode_node=choice.decode.node_id if spec.needs_decode else None,
+            decode_node=choice.decode.node_id if spec.has_more_tokens else None,
             now_s=self.clock.now(),
         )
         fill_cache = False
@@ -408,7 +409,7 @@ class Conductor:
             prompt_tokens=len(request.prompt),
             hit_blocks=choice.hit_blocks,
             prefill=choice.prefill.node_id,
-            decode=choice.decode.node_id if spec.needs_decode else "none: one token",
+            decode=choice.decode.node_id if spec.has_more_tokens else "none: one token",
         )
         return Attempt(
             spec,
@@ -488,6 +489,10 @@ def _attempt_spec(request: _Request, epoch: int) -> AttemptSpec:
         sampling=request.sampling,
         cache_salt=request.cache_salt,
         deadline=request.deadline,
+        tenant="",
+        tenant_weight=1.0,
+        priority=0,
+        slo=Slo(),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import socket
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -59,6 +58,7 @@ _PROBE_PERIOD_S = 1.0
 _PROBES_TO_RED = 2
 """One slow answer on a busy host says nothing about the store."""
 _TIMELINE_TRACK = "decode"
+_EVENTS_PER_MESSAGE = 256
 
 log = get_logger(__name__)
 
@@ -211,7 +211,7 @@ class DecodeNode:
             boot_id=uuid.uuid4().hex,
             model_id=model_id,
             layout_json=self.layout.to_json(),
-            host_id=socket.gethostname(),
+            host_id=config.node.resolve_host_id(),
             pid=os.getpid(),
         )
         self._announcer = Announcer(config.registry, lambda: self._announce(record))
@@ -342,7 +342,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 async def _write(session: ConductorSession, context: Context) -> None:
     while True:
-        await context.write(_event_to_proto(await session.events.get()))
+        events = [_event_to_proto(await session.events.get())]
+        # What else happened until now, such as the other tokens of the step, shares the message.
+        while len(events) < _EVENTS_PER_MESSAGE and not session.events.empty():
+            events.append(_event_to_proto(session.events.get_nowait()))
+        await context.write(decode_pb2.DecodeEvents(events=events))
 
 
 async def _refuse_slow_reader(session: ConductorSession) -> None:

@@ -43,6 +43,8 @@ class DeployConfig:
     """Prefill groups; each takes prompts on its own."""
     decode: int = 1
     """Decode instances."""
+    hosts: int = 1
+    """Store processes, each with a segment of its own; groups and decode instances are dealt out to them in turn as if each were a host."""
     conductors: int = 1
     """Conductors; clients may talk to any of them."""
     http_port: int = 8000
@@ -65,7 +67,7 @@ class DeployConfig:
             raise ConfigError(f"deploy.launcher={self.launcher!r} is unknown; choose one of {', '.join(LAUNCHERS)}")
         if self.placement not in PLACEMENTS:
             raise ConfigError(f"deploy.placement={self.placement!r} is unknown; choose one of {', '.join(PLACEMENTS)}")
-        for name in ("stages", "prefill_groups", "decode", "conductors"):
+        for name in ("stages", "prefill_groups", "decode", "hosts", "conductors"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"deploy.{name}={getattr(self, name)} must be at least 1")
         for name in ("http_port", "grpc_port"):

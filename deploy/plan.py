@@ -66,8 +66,13 @@ class ClusterPlan:
     """In the order of start; stopping goes the other way."""
     conductors: tuple[ConductorAddress, ...]
     registry_url: str
-    store_address: str
-    """host:port of the store's gRPC service."""
+    store_addresses: tuple[str, ...]
+    """host:port of the gRPC service of each host's store process."""
+
+    @property
+    def store_address(self) -> str:
+        """Of the first host."""
+        return self.store_addresses[0]
 
     def spec(self, name: str) -> ProcessSpec:
         return next(spec for spec in self.processes if spec.name == name)
@@ -99,18 +104,20 @@ def plan_cluster(
         valkey_port=free_port(),
         master_rpc_port=free_port(),
         master_http_port=free_port(),
-        client_port=free_port(),
-        store_grpc_port=free_port(),
     )
+    hosts = [
+        _Host(host_id=f"host-{idx}" if deploy.hosts > 1 else "", client_port=free_port(), store_grpc_port=free_port())
+        for idx in range(deploy.hosts)
+    ]
     env = service_env(config.model.threads)
     processes: list[ProcessSpec] = [
         _valkey(shared, binaries, run_dir),
         _mooncake_master(config, shared, binaries),
-        _kvstore(config, shared, env, free_port),
+        *(_kvstore(config, idx, shared, host, env, free_port) for idx, host in enumerate(hosts)),
     ]
-    for group_idx in range(deploy.prefill_groups):
-        processes += _prefill_group(config, group_idx, shared, env, free_port)
-    processes += [_decode(config, idx, shared, env, free_port) for idx in range(deploy.decode)]
+    for idx in range(deploy.prefill_groups):
+        processes += _prefill_group(config, idx, shared, hosts[idx % len(hosts)], env, free_port)
+    processes += [_decode(config, idx, shared, hosts[idx % len(hosts)], env, free_port) for idx in range(deploy.decode)]
     conductors = []
     for idx in range(deploy.conductors):
         address = ConductorAddress(
@@ -123,7 +130,7 @@ def plan_cluster(
         processes=tuple(processes),
         conductors=tuple(conductors),
         registry_url=shared.registry_url,
-        store_address=shared.store_address,
+        store_addresses=tuple(host.store_address for host in hosts),
     )
 
 
@@ -156,8 +163,6 @@ class _SharedAddresses:
     valkey_port: int
     master_rpc_port: int
     master_http_port: int
-    client_port: int
-    store_grpc_port: int
 
     @property
     def registry_url(self) -> str:
@@ -171,9 +176,21 @@ class _SharedAddresses:
     def master_http(self) -> str:
         return f"{HOST}:{self.master_http_port}"
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    host_id: str
+    """Empty: the host's own name, for there is no other."""
+    client_port: int
+    store_grpc_port: int
+
     @property
     def store_address(self) -> str:
         return f"{HOST}:{self.store_grpc_port}"
+
+    def node(self, name: str, http_port: int, *, grpc_port: int = 0) -> dict[str, Any]:
+        """Section `node` of a process on this host."""
+        return _node(name, grpc_port, http_port) | ({"host_id": self.host_id} if self.host_id else {})
 
 
 def _numbered_port(first: int, idx: int) -> int:
@@ -212,14 +229,19 @@ def _mooncake_master(config: ClusterConfig, shared: _SharedAddresses, binaries: 
 
 
 def _kvstore(
-    config: ClusterConfig, shared: _SharedAddresses, env: Mapping[str, str], free_port: Callable[[], int]
+    config: ClusterConfig,
+    idx: int,
+    shared: _SharedAddresses,
+    host: _Host,
+    env: Mapping[str, str],
+    free_port: Callable[[], int],
 ) -> ProcessSpec:
     http_port = free_port()
-    name = "kvstore-0"
+    name = f"kvstore-{idx}"
     settings = to_tree(config.kvstore) | {
         "master_rpc": shared.master_rpc,
         "master_http": shared.master_http,
-        "client_port": shared.client_port,
+        "client_port": host.client_port,
     }
     if config.kvstore.ssd_dir:
         # One directory belongs to one store process; nodes that Ray starts run elsewhere.
@@ -228,7 +250,7 @@ def _kvstore(
         name=name,
         role="kvstore",
         config={
-            "node": _node(name, shared.store_grpc_port, http_port),
+            "node": host.node(name, http_port, grpc_port=host.store_grpc_port),
             "registry": _registry(config, shared),
             "kvstore": settings,
         },
@@ -241,6 +263,7 @@ def _prefill_group(
     config: ClusterConfig,
     group_idx: int,
     shared: _SharedAddresses,
+    host: _Host,
     env: Mapping[str, str],
     free_port: Callable[[], int],
 ) -> list[ProcessSpec]:
@@ -260,7 +283,7 @@ def _prefill_group(
             _service(
                 name=name,
                 role="prefill",
-                config=_compute_sections(config, shared, _node(name, 0, http_port)) | {"prefill": section},
+                config=_compute_sections(config, shared, host, host.node(name, http_port)) | {"prefill": section},
                 env=env,
                 http_port=http_port,
                 group=group_id,
@@ -270,14 +293,19 @@ def _prefill_group(
 
 
 def _decode(
-    config: ClusterConfig, idx: int, shared: _SharedAddresses, env: Mapping[str, str], free_port: Callable[[], int]
+    config: ClusterConfig,
+    idx: int,
+    shared: _SharedAddresses,
+    host: _Host,
+    env: Mapping[str, str],
+    free_port: Callable[[], int],
 ) -> ProcessSpec:
     name = f"decode-{idx}"
     http_port = free_port()
     return _service(
         name=name,
         role="decode",
-        config=_compute_sections(config, shared, _node(name, 0, http_port)) | {"decode": to_tree(config.decode)},
+        config=_compute_sections(config, shared, host, host.node(name, http_port)) | {"decode": to_tree(config.decode)},
         env=env,
         http_port=http_port,
     )
@@ -340,7 +368,9 @@ def _registry(config: ClusterConfig, shared: _SharedAddresses) -> dict[str, Any]
     return to_tree(config.registry) | {"url": shared.registry_url}
 
 
-def _compute_sections(config: ClusterConfig, shared: _SharedAddresses, node: dict[str, Any]) -> dict[str, Any]:
+def _compute_sections(
+    config: ClusterConfig, shared: _SharedAddresses, host: _Host, node: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "node": node,
         "registry": _registry(config, shared),
@@ -349,7 +379,7 @@ def _compute_sections(config: ClusterConfig, shared: _SharedAddresses, node: dic
         "store": {
             "master_rpc": shared.master_rpc,
             "master_http": shared.master_http,
-            "client_address": f"{HOST}:{shared.client_port}",
-            "service_address": shared.store_address,
+            "client_address": f"{HOST}:{host.client_port}",
+            "service_address": host.store_address,
         },
     }

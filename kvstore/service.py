@@ -9,7 +9,6 @@ Nothing computes here: one event loop, and worker threads for the blocking calls
 import asyncio
 import dataclasses
 import os
-import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -331,7 +330,7 @@ async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
             address=f"{host}:{grpc_port}",
             http_address=f"{host}:{http_port}",
             boot_id=boot_id,
-            host_id=socket.gethostname(),
+            host_id=config.node.resolve_host_id(),
             pid=os.getpid(),
         )
 

@@ -146,6 +146,8 @@ class NodeConfig:
     """Port of the gRPC service; 0 takes a free one."""
     http_port: int = 0
     """Port of /metrics, /live and /ready; 0 takes a free one."""
+    host_id: str = ""
+    """Processes with the same one share a store process. Empty: the host's name; in a pod the name of its machine is right."""
 
     def __post_init__(self) -> None:
         if not self.node_id:
@@ -156,6 +158,9 @@ class NodeConfig:
             )
         for name in ("grpc_port", "http_port"):
             check_port(f"node.{name}", getattr(self, name))
+
+    def resolve_host_id(self) -> str:
+        return self.host_id or socket.gethostname()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,17 @@
 MoontideError
 |- BadRequest            INVALID_ARGUMENT    400   the client must change the request
 |  |- ModelNotFound      NOT_FOUND           404
-|  `- PromptTooLong      INVALID_ARGUMENT    400
+|  |- PromptTooLong      INVALID_ARGUMENT    400
+|  `- KeyReused          ALREADY_EXISTS      409   an idempotency key that came with another request before
+|- Unauthorized          UNAUTHENTICATED     401   no API key, or one that nobody has
 |- ConfigError           FAILED_PRECONDITION 500   a setting is wrong: a service does not start
 |  `- ModelError         FAILED_PRECONDITION 500   a model cannot be served
-|- Rejected              RESOURCE_EXHAUSTED  429   refused before any work; carries a RejectReason
+|- Rejected              RESOURCE_EXHAUSTED  429   refused before any work; carries a RejectReason and when to come again
 |- DeadlineExceeded      DEADLINE_EXCEEDED   504
 |- Cancelled             CANCELLED           499
 |- NodeLost              UNAVAILABLE         503   retriable
 |- NoCapacity            UNAVAILABLE         503   no node can take the request now; retriable by the client
+|- Declined              UNAVAILABLE         503   a node cannot do it in time, another may; retriable
 |- TransferFailed        UNAVAILABLE         503   retriable
 |- BlockMissing          UNAVAILABLE         503   KV that was promised is gone: recompute; retriable
 `- Internal              INTERNAL            500
@@ -31,6 +34,9 @@ class RejectReason(Enum):
     PROMPT_EXCEEDS_PREFILL_PAGES = "prompt_exceeds_prefill_pages"
     REQUEST_EXCEEDS_DECODE_PAGES = "request_exceeds_decode_pages"
     QUEUE_FULL = "queue_full"
+    TTFT_SLO = "ttft_slo"
+    TBT_SLO = "tbt_slo"
+    TENANT_LIMIT = "tenant_limit"
 
 
 class MoontideError(Exception):
@@ -67,6 +73,18 @@ class PromptTooLong(BadRequest):
     """More tokens than the model's context holds."""
 
 
+class KeyReused(BadRequest):
+    """An idempotency key names one request."""
+
+    status = grpc.StatusCode.ALREADY_EXISTS
+    http_code = 409
+
+
+class Unauthorized(MoontideError):
+    status = grpc.StatusCode.UNAUTHENTICATED
+    http_code = 401
+
+
 class ConfigError(MoontideError):
     """A setting is wrong; the service does not start."""
 
@@ -81,9 +99,11 @@ class Rejected(MoontideError):
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_code = 429
 
-    def __init__(self, message: str, *, reason: RejectReason | None = None) -> None:
+    def __init__(self, message: str, *, reason: RejectReason | None = None, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: when another try is expected to be taken; None: not known."""
         super().__init__(message)
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(MoontideError):
@@ -105,6 +125,12 @@ class NodeLost(MoontideError):
 class NoCapacity(MoontideError):
     status = grpc.StatusCode.UNAVAILABLE
     http_code = 503
+
+
+class Declined(MoontideError):
+    status = grpc.StatusCode.UNAVAILABLE
+    http_code = 503
+    retriable = True
 
 
 class TransferFailed(MoontideError):

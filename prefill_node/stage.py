@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import os
 import secrets
-import socket
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
@@ -341,7 +340,7 @@ class Stage:
             boot_id=self._boot_id,
             model_id=self._config.model.name,
             layout_json=self._layout.to_json(),
-            host_id=socket.gethostname(),
+            host_id=self._config.node.resolve_host_id(),
             pid=os.getpid(),
             load={
                 "waiting": coordinator.num_waiting,

@@ -171,13 +171,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     async def Session(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
         self.num_sessions += 1
         events: asyncio.Queue[decode_pb2.DecodeEvent | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read(commands, events))
         try:
             while (event := await events.get()) is not None:
-                yield event
+                yield decode_pb2.DecodeEvents(events=[event])
             await context.abort(NodeLost.status, "session broken on purpose")
         finally:
             reader.cancel()

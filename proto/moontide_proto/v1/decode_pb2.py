@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moontide_proto.v1 import common_pb2 as moontide__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoontide_proto/v1/decode.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xeb\x01\n\rDecodeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.moontide.v1.DecodeOpenH\x00\x12+\n\x06sealed\x18\x04 \x01(\x0b\x32\x19.moontide.v1.DecodeSealedH\x00\x12)\n\x05start\x18\x05 \x01(\x0b\x32\x18.moontide.v1.DecodeStartH\x00\x12+\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x19.moontide.v1.DecodeCancelH\x00\x42\t\n\x07\x63ommand\"\x89\x01\n\nDecodeOpen\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\noutput_idx\x18\x05 \x01(\r\"9\n\x0c\x44\x65\x63odeSealed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rstore_node_id\x18\x02 \x01(\t\"M\n\x0b\x44\x65\x63odeStart\x12\'\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x12.moontide.v1.Token\x12\x15\n\rstore_address\x18\x02 \x01(\t\"\x0e\n\x0c\x44\x65\x63odeCancel\"\xf1\x01\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x06pulled\x18\x03 \x01(\x0b\x32\x19.moontide.v1.DecodePulledH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.moontide.v1.DecodeTokensH\x00\x12/\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.moontide.v1.DecodeFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x19.moontide.v1.DecodeFailedH\x00\x42\x07\n\x05\x65vent\"h\n\x0c\x44\x65\x63odePulled\x12\x14\n\x0cwait_pages_s\x18\x01 \x01(\x01\x12\x11\n\thandoff_s\x18\x02 \x01(\x01\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"c\n\x0c\x44\x65\x63odeTokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.moontide.v1.Token\x12 \n\x05spans\x18\x02 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"i\n\x0e\x44\x65\x63odeFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.moontide.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"@\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\x15\n\x13\x44\x65\x63odeStatusRequest\"\x8c\x01\n\x0c\x44\x65\x63odeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07pulling\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x11\n\tmax_batch\x18\x07 \x01(\r2\x97\x01\n\x06\x44\x65\x63ode\x12\x43\n\x07Session\x12\x1a.moontide.v1.DecodeCommand\x1a\x18.moontide.v1.DecodeEvent(\x01\x30\x01\x12H\n\tGetStatus\x12 .moontide.v1.DecodeStatusRequest\x1a\x19.moontide.v1.DecodeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoontide_proto/v1/decode.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xeb\x01\n\rDecodeCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.moontide.v1.DecodeOpenH\x00\x12+\n\x06sealed\x18\x04 \x01(\x0b\x32\x19.moontide.v1.DecodeSealedH\x00\x12)\n\x05start\x18\x05 \x01(\x0b\x32\x18.moontide.v1.DecodeStartH\x00\x12+\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x19.moontide.v1.DecodeCancelH\x00\x42\t\n\x07\x63ommand\"\xe1\x01\n\nDecodeOpen\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12-\n\x08sampling\x18\x02 \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\noutput_idx\x18\x05 \x01(\r\x12\x16\n\ttbt_slo_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\rlocal_prefill\x18\x07 \x01(\x0b\x32\x19.moontide.v1.LocalPrefillB\x0c\n\n_tbt_slo_s\"<\n\x0cLocalPrefill\x12\x15\n\rstore_node_id\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\"9\n\x0c\x44\x65\x63odeSealed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rstore_node_id\x18\x02 \x01(\t\"M\n\x0b\x44\x65\x63odeStart\x12\'\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x12.moontide.v1.Token\x12\x15\n\rstore_address\x18\x02 \x01(\t\"\x0e\n\x0c\x44\x65\x63odeCancel\"8\n\x0c\x44\x65\x63odeEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.moontide.v1.DecodeEvent\"\xae\x02\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x06pulled\x18\x03 \x01(\x0b\x32\x19.moontide.v1.DecodePulledH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.moontide.v1.DecodeTokensH\x00\x12/\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.moontide.v1.DecodeFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x19.moontide.v1.DecodeFailedH\x00\x12;\n\x12local_prefill_done\x18\x07 \x01(\x0b\x32\x1d.moontide.v1.LocalPrefillDoneH\x00\x42\x07\n\x05\x65vent\"h\n\x0c\x44\x65\x63odePulled\x12\x14\n\x0cwait_pages_s\x18\x01 \x01(\x01\x12\x11\n\thandoff_s\x18\x02 \x01(\x01\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"p\n\x10LocalPrefillDone\x12\x12\n\nhit_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x13\n\x0bpredicted_s\x18\x05 \x01(\x01\"c\n\x0c\x44\x65\x63odeTokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.moontide.v1.Token\x12 \n\x05spans\x18\x02 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"i\n\x0e\x44\x65\x63odeFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.moontide.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"@\n\x0c\x44\x65\x63odeFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretriable\x18\x03 \x01(\x08\"\x15\n\x13\x44\x65\x63odeStatusRequest\"\x8c\x01\n\x0c\x44\x65\x63odeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07pulling\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x11\n\tmax_batch\x18\x07 \x01(\r2\x98\x01\n\x06\x44\x65\x63ode\x12\x44\n\x07Session\x12\x1a.moontide.v1.DecodeCommand\x1a\x19.moontide.v1.DecodeEvents(\x01\x30\x01\x12H\n\tGetStatus\x12 .moontide.v1.DecodeStatusRequest\x1a\x19.moontide.v1.DecodeStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODECOMMAND']._serialized_start=80
   _globals['_DECODECOMMAND']._serialized_end=315
   _globals['_DECODEOPEN']._serialized_start=318
-  _globals['_DECODEOPEN']._serialized_end=455
-  _globals['_DECODESEALED']._serialized_start=457
-  _globals['_DECODESEALED']._serialized_end=514
-  _globals['_DECODESTART']._serialized_start=516
-  _globals['_DECODESTART']._serialized_end=593
-  _globals['_DECODECANCEL']._serialized_start=595
-  _globals['_DECODECANCEL']._serialized_end=609
-  _globals['_DECODEEVENT']._serialized_start=612
-  _globals['_DECODEEVENT']._serialized_end=853
-  _globals['_DECODEPULLED']._serialized_start=855
-  _globals['_DECODEPULLED']._serialized_end=959
-  _globals['_DECODETOKENS']._serialized_start=961
-  _globals['_DECODETOKENS']._serialized_end=1060
-  _globals['_DECODEFINISHED']._serialized_start=1062
-  _globals['_DECODEFINISHED']._serialized_end=1167
-  _globals['_DECODEFAILED']._serialized_start=1169
-  _globals['_DECODEFAILED']._serialized_end=1233
-  _globals['_DECODESTATUSREQUEST']._serialized_start=1235
-  _globals['_DECODESTATUSREQUEST']._serialized_end=1256
-  _globals['_DECODESTATUS']._serialized_start=1259
-  _globals['_DECODESTATUS']._serialized_end=1399
-  _globals['_DECODE']._serialized_start=1402
-  _globals['_DECODE']._serialized_end=1553
+  _globals['_DECODEOPEN']._serialized_end=543
+  _globals['_LOCALPREFILL']._serialized_start=545
+  _globals['_LOCALPREFILL']._serialized_end=605
+  _globals['_DECODESEALED']._serialized_start=607
+  _globals['_DECODESEALED']._serialized_end=664
+  _globals['_DECODESTART']._serialized_start=666
+  _globals['_DECODESTART']._serialized_end=743
+  _globals['_DECODECANCEL']._serialized_start=745
+  _globals['_DECODECANCEL']._serialized_end=759
+  _globals['_DECODEEVENTS']._serialized_start=761
+  _globals['_DECODEEVENTS']._serialized_end=817
+  _globals['_DECODEEVENT']._serialized_start=820
+  _globals['_DECODEEVENT']._serialized_end=1122
+  _globals['_DECODEPULLED']._serialized_start=1124
+  _globals['_DECODEPULLED']._serialized_end=1228
+  _globals['_LOCALPREFILLDONE']._serialized_start=1230
+  _globals['_LOCALPREFILLDONE']._serialized_end=1342
+  _globals['_DECODETOKENS']._serialized_start=1344
+  _globals['_DECODETOKENS']._serialized_end=1443
+  _globals['_DECODEFINISHED']._serialized_start=1445
+  _globals['_DECODEFINISHED']._serialized_end=1550
+  _globals['_DECODEFAILED']._serialized_start=1552
+  _globals['_DECODEFAILED']._serialized_end=1616
+  _globals['_DECODESTATUSREQUEST']._serialized_start=1618
+  _globals['_DECODESTATUSREQUEST']._serialized_end=1639
+  _globals['_DECODESTATUS']._serialized_start=1642
+  _globals['_DECODESTATUS']._serialized_end=1782
+  _globals['_DECODE']._serialized_start=1785
+  _globals['_DECODE']._serialized_end=1937
 # @@protoc_insertion_point(module_scope)

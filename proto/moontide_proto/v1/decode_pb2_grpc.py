@@ -37,7 +37,7 @@ class DecodeStub:
         self.Session = channel.stream_stream(
                 '/moontide.v1.Decode/Session',
                 request_serializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeCommand.SerializeToString,
-                response_deserializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
+                response_deserializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeEvents.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/moontide.v1.Decode/GetStatus',
@@ -67,7 +67,7 @@ def add_DecodeServicer_to_server(servicer, server):
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
                     request_deserializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeCommand.FromString,
-                    response_serializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeEvent.SerializeToString,
+                    response_serializer=moontide__proto_dot_v1_dot_decode__pb2.DecodeEvents.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -101,7 +101,7 @@ class Decode:
             target,
             '/moontide.v1.Decode/Session',
             moontide__proto_dot_v1_dot_decode__pb2.DecodeCommand.SerializeToString,
-            moontide__proto_dot_v1_dot_decode__pb2.DecodeEvent.FromString,
+            moontide__proto_dot_v1_dot_decode__pb2.DecodeEvents.FromString,
             options,
             channel_credentials,
             insecure,

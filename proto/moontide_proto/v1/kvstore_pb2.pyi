@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -160,6 +160,28 @@ class ReplicateReply(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotRuns(_message.Message):
+    __slots__ = ("boot_id", "event_number", "runs")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    event_number: int
+    runs: _containers.RepeatedCompositeFieldContainer[SnapshotRun]
+    def __init__(self, boot_id: _Optional[str] = ..., event_number: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[SnapshotRun, _Mapping]]] = ...) -> None: ...
+
+class SnapshotRun(_message.Message):
+    __slots__ = ("parent_hash", "block_hashes")
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    parent_hash: bytes
+    block_hashes: bytes
+    def __init__(self, parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ("max_blocks",)

@@ -69,6 +69,11 @@ class KvStoreStub:
                 request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
                 response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.FromString,
                 _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/moontide.v1.KvStore/Snapshot',
+                request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRuns.FromString,
+                _registered_method=True)
         self.ListBlocks = channel.unary_stream(
                 '/moontide.v1.KvStore/ListBlocks',
                 request_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ListBlocksRequest.SerializeToString,
@@ -136,6 +141,13 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Snapshot(self, request, context):
+        """Every sealed block, and the number of the last KV event that it includes: how a follower of the events starts, or closes a gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListBlocks(self, request, context):
         """For operators.
         """
@@ -194,6 +206,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Replicate,
                     request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.FromString,
                     response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRuns.SerializeToString,
             ),
             'ListBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ListBlocks,
@@ -400,6 +417,33 @@ class KvStore:
             '/moontide.v1.KvStore/Replicate',
             moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
             moontide__proto_dot_v1_dot_kvstore__pb2.ReplicateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moontide.v1.KvStore/Snapshot',
+            moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_kvstore__pb2.SnapshotRuns.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,20 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "params")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "params", "idempotency_key", "ttft_slo_s", "tbt_slo_s", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    TBT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
     token_ids: TokenIds
     chat: ChatMessages
     params: GenerateParams
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., params: _Optional[_Union[GenerateParams, _Mapping]] = ...) -> None: ...
+    idempotency_key: str
+    ttft_slo_s: float
+    tbt_slo_s: float
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., params: _Optional[_Union[GenerateParams, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., ttft_slo_s: _Optional[float] = ..., tbt_slo_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -175,3 +183,89 @@ class Timeline(_message.Message):
     ttft_parts: TtftParts
     handoff_s: float
     def __init__(self, request_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., duration_s: _Optional[float] = ..., outcome: _Optional[str] = ..., ttft_parts: _Optional[_Union[TtftParts, _Mapping]] = ..., handoff_s: _Optional[float] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("request_id", "tenant", "prompt_tokens", "attempts", "refused")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    prompt_tokens: int
+    attempts: _containers.RepeatedCompositeFieldContainer[ExplainedAttempt]
+    refused: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., attempts: _Optional[_Iterable[_Union[ExplainedAttempt, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class ExplainedAttempt(_message.Message):
+    __slots__ = ("epoch", "policy", "reason", "chosen", "others", "dropped", "ttft_s", "tbt_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TBT_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    policy: str
+    reason: str
+    chosen: Candidate
+    others: _containers.RepeatedCompositeFieldContainer[Candidate]
+    dropped: _containers.RepeatedCompositeFieldContainer[Dropped]
+    ttft_s: float
+    tbt_s: float
+    def __init__(self, epoch: _Optional[int] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., chosen: _Optional[_Union[Candidate, _Mapping]] = ..., others: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("prefill_node_id", "decode_node_id", "hit_store_node_id", "hit_tokens", "copy_tokens", "queue_s", "fetch_s", "prefill_s", "handoff_s", "tbt_s")
+    PREFILL_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HIT_STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COPY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    TBT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_node_id: str
+    decode_node_id: str
+    hit_store_node_id: str
+    hit_tokens: int
+    copy_tokens: int
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    handoff_s: float
+    tbt_s: float
+    def __init__(self, prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., hit_store_node_id: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., copy_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("node_id", "reason")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    reason: str
+    def __init__(self, node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("node_ids", "role")
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    role: str
+    def __init__(self, node_ids: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ...) -> None: ...
+
+class SetRoleReply(_message.Message):
+    __slots__ = ("node_ids",)
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_ids: _Optional[_Iterable[str]] = ...) -> None: ...

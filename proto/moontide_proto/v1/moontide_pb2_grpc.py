@@ -49,6 +49,16 @@ class MoontideStub:
                 request_serializer=moontide__proto_dot_v1_dot_moontide__pb2.TimelineRequest.SerializeToString,
                 response_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.Timeline.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/moontide.v1.Moontide/Explain',
+                request_serializer=moontide__proto_dot_v1_dot_moontide__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.Explanation.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/moontide.v1.Moontide/SetRole',
+                request_serializer=moontide__proto_dot_v1_dot_moontide__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.SetRoleReply.FromString,
+                _registered_method=True)
 
 
 class MoontideServicer:
@@ -74,6 +84,20 @@ class MoontideServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why the request went where it went, and what came of the prediction. NOT_FOUND as above.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Has nodes of one role serve in the other: drain, switch, rejoin. FAILED_PRECONDITION when they cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MoontideServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +115,16 @@ def add_MoontideServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.TimelineRequest.FromString,
                     response_serializer=moontide__proto_dot_v1_dot_moontide__pb2.Timeline.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.ExplainRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_moontide__pb2.Explanation.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=moontide__proto_dot_v1_dot_moontide__pb2.SetRoleRequest.FromString,
+                    response_serializer=moontide__proto_dot_v1_dot_moontide__pb2.SetRoleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +208,60 @@ class Moontide:
             '/moontide.v1.Moontide/GetTimeline',
             moontide__proto_dot_v1_dot_moontide__pb2.TimelineRequest.SerializeToString,
             moontide__proto_dot_v1_dot_moontide__pb2.Timeline.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moontide.v1.Moontide/Explain',
+            moontide__proto_dot_v1_dot_moontide__pb2.ExplainRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_moontide__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moontide.v1.Moontide/SetRole',
+            moontide__proto_dot_v1_dot_moontide__pb2.SetRoleRequest.SerializeToString,
+            moontide__proto_dot_v1_dot_moontide__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

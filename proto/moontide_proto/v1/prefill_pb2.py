@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moontide_proto.v1 import common_pb2 as moontide__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoontide_proto/v1/prefill.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xd8\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\noutput_idx\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x17\n\nttft_slo_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_ttft_slo_s\"\xda\x01\n\x0cPrefillEvent\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.moontide.v1.PrefillAcceptedH\x00\x12+\n\x06sealed\x18\x02 \x01(\x0b\x32\x19.moontide.v1.BlocksSealedH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.moontide.v1.FirstTokenH\x00\x12\x32\n\tcompleted\x18\x04 \x01(\x0b\x32\x1d.moontide.v1.PrefillCompletedH\x00\x42\x07\n\x05\x65vent\"S\n\x0fPrefillAccepted\x12\x15\n\rstore_node_id\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\"\"\n\x0c\x42locksSealed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"]\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.moontide.v1.Token\x12,\n\x07timings\x18\x02 \x01(\x0b\x32\x1b.moontide.v1.PrefillTimings\"k\n\x0ePrefillTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x13\n\x0bpredicted_s\x18\x05 \x01(\x01\"l\n\x10PrefillCompleted\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bhas_partial\x18\x02 \x01(\x08\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x16\n\x14PrefillStatusRequest\"\xfc\x01\n\rPrefillStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x12\x11\n\tnum_pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x11\n\topen_puts\x18\t \x01(\r\x12\x17\n\x0fin_flight_steps\x18\n \x01(\r\x12\x14\n\x0creservations\x18\x0b \x01(\r\x12\x15\n\runeven_stages\x18\x0c \x01(\t2\x9a\x01\n\x07Prefill\x12\x43\n\x07Prefill\x12\x1b.moontide.v1.PrefillRequest\x1a\x19.moontide.v1.PrefillEvent0\x01\x12J\n\tGetStatus\x12!.moontide.v1.PrefillStatusRequest\x1a\x1a.moontide.v1.PrefillStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoontide_proto/v1/prefill.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xa6\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\noutput_idx\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x17\n\nttft_slo_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x15\n\rtenant_weight\x18\n \x01(\x01\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0b\x63opy_blocks\x18\x0c \x01(\rB\r\n\x0b_ttft_slo_s\"\xda\x01\n\x0cPrefillEvent\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.moontide.v1.PrefillAcceptedH\x00\x12+\n\x06sealed\x18\x02 \x01(\x0b\x32\x19.moontide.v1.BlocksSealedH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.moontide.v1.FirstTokenH\x00\x12\x32\n\tcompleted\x18\x04 \x01(\x0b\x32\x1d.moontide.v1.PrefillCompletedH\x00\x42\x07\n\x05\x65vent\"S\n\x0fPrefillAccepted\x12\x15\n\rstore_node_id\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\"\"\n\x0c\x42locksSealed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"]\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.moontide.v1.Token\x12,\n\x07timings\x18\x02 \x01(\x0b\x32\x1b.moontide.v1.PrefillTimings\"k\n\x0ePrefillTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x13\n\x0bpredicted_s\x18\x05 \x01(\x01\"l\n\x10PrefillCompleted\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bhas_partial\x18\x02 \x01(\x08\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.moontide.v1.Span\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x16\n\x14PrefillStatusRequest\"\xfc\x01\n\rPrefillStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x12\x11\n\tnum_pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x11\n\topen_puts\x18\t \x01(\r\x12\x17\n\x0fin_flight_steps\x18\n \x01(\r\x12\x14\n\x0creservations\x18\x0b \x01(\r\x12\x15\n\runeven_stages\x18\x0c \x01(\t2\x9a\x01\n\x07Prefill\x12\x43\n\x07Prefill\x12\x1b.moontide.v1.PrefillRequest\x1a\x19.moontide.v1.PrefillEvent0\x01\x12J\n\tGetStatus\x12!.moontide.v1.PrefillStatusRequest\x1a\x1a.moontide.v1.PrefillStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moontide_proto.v1.prefill_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=81
-  _globals['_PREFILLREQUEST']._serialized_end=297
-  _globals['_PREFILLEVENT']._serialized_start=300
-  _globals['_PREFILLEVENT']._serialized_end=518
-  _globals['_PREFILLACCEPTED']._serialized_start=520
-  _globals['_PREFILLACCEPTED']._serialized_end=603
-  _globals['_BLOCKSSEALED']._serialized_start=605
-  _globals['_BLOCKSSEALED']._serialized_end=639
-  _globals['_FIRSTTOKEN']._serialized_start=641
-  _globals['_FIRSTTOKEN']._serialized_end=734
-  _globals['_PREFILLTIMINGS']._serialized_start=736
-  _globals['_PREFILLTIMINGS']._serialized_end=843
-  _globals['_PREFILLCOMPLETED']._serialized_start=845
-  _globals['_PREFILLCOMPLETED']._serialized_end=953
-  _globals['_PREFILLSTATUSREQUEST']._serialized_start=955
-  _globals['_PREFILLSTATUSREQUEST']._serialized_end=977
-  _globals['_PREFILLSTATUS']._serialized_start=980
-  _globals['_PREFILLSTATUS']._serialized_end=1232
-  _globals['_PREFILL']._serialized_start=1235
-  _globals['_PREFILL']._serialized_end=1389
+  _globals['_PREFILLREQUEST']._serialized_end=375
+  _globals['_PREFILLEVENT']._serialized_start=378
+  _globals['_PREFILLEVENT']._serialized_end=596
+  _globals['_PREFILLACCEPTED']._serialized_start=598
+  _globals['_PREFILLACCEPTED']._serialized_end=681
+  _globals['_BLOCKSSEALED']._serialized_start=683
+  _globals['_BLOCKSSEALED']._serialized_end=717
+  _globals['_FIRSTTOKEN']._serialized_start=719
+  _globals['_FIRSTTOKEN']._serialized_end=812
+  _globals['_PREFILLTIMINGS']._serialized_start=814
+  _globals['_PREFILLTIMINGS']._serialized_end=921
+  _globals['_PREFILLCOMPLETED']._serialized_start=923
+  _globals['_PREFILLCOMPLETED']._serialized_end=1031
+  _globals['_PREFILLSTATUSREQUEST']._serialized_start=1033
+  _globals['_PREFILLSTATUSREQUEST']._serialized_end=1055
+  _globals['_PREFILLSTATUS']._serialized_start=1058
+  _globals['_PREFILLSTATUS']._serialized_end=1310
+  _globals['_PREFILL']._serialized_start=1313
+  _globals['_PREFILL']._serialized_end=1467
 # @@protoc_insertion_point(module_scope)

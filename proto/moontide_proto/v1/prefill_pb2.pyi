@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "token_ids", "sampling", "output_idx", "cache_salt", "timeout_s", "ttft_slo_s")
+    __slots__ = ("request_id", "epoch", "token_ids", "sampling", "output_idx", "cache_salt", "timeout_s", "ttft_slo_s", "tenant", "tenant_weight", "priority", "copy_blocks")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,10 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    COPY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     token_ids: bytes
@@ -25,7 +29,11 @@ class PrefillRequest(_message.Message):
     cache_salt: str
     timeout_s: float
     ttft_slo_s: float
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., output_idx: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    tenant_weight: float
+    priority: int
+    copy_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., output_idx: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., ttft_slo_s: _Optional[float] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., priority: _Optional[int] = ..., copy_blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "sealed", "first_token", "completed")

@@ -20,9 +20,10 @@ class DyingDecode(decode_pb2_grpc.DecodeServicer):
 
     async def Session(
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
         async for command in commands:
-            yield decode_pb2.DecodeEvent(request_id=command.request_id, epoch=command.epoch)
+            event = decode_pb2.DecodeEvent(request_id=command.request_id, epoch=command.epoch)
+            yield decode_pb2.DecodeEvents(events=[event])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
 

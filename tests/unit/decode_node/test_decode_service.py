@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,10 +92,19 @@ def start_command(prompt: Prefilled) -> decode_pb2.DecodeCommand:
     return command(prompt, start=decode_pb2.DecodeStart(first_token=prompt.first_token.to_proto(0)))
 
 
-async def read(call: Any) -> decode_pb2.DecodeEvent:
-    event = await asyncio.wait_for(call.read(), TIMEOUT_S)
-    assert isinstance(event, decode_pb2.DecodeEvent), "the session ended"
-    return event
+class EventReader:
+    """Takes messages of a session apart."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._events: deque[decode_pb2.DecodeEvent] = deque()
+
+    async def next(self) -> decode_pb2.DecodeEvent:
+        while not self._events:
+            message = await asyncio.wait_for(self._call.read(), TIMEOUT_S)
+            assert isinstance(message, decode_pb2.DecodeEvents), "the session ended"
+            self._events.extend(message.events)
+        return self._events.popleft()
 
 
 async def http_status(node: DecodeNode, path: str) -> tuple[int, str]:
@@ -110,15 +120,16 @@ async def test_session_streams_the_same_tokens_as_transformers(
     async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
         assert node.layout == prefill.layout
         call = stub.Session()
+        events = EventReader(call)
         await call.write(open_command(prompt))
         await call.write(command(prompt, sealed=decode_pb2.DecodeSealed(num_blocks=1, store_node_id=LOCAL_NODE_ID)))
         await call.write(start_command(prompt))
-        pulled = (await read(call)).pulled
+        pulled = (await events.next()).pulled
         assert [span.track for span in pulled.spans] == ["decode"] * len(pulled.spans)
         assert pulled.age_s > 0
         tokens: list[common_pb2.Token] = []
         while True:
-            event = await read(call)
+            event = await events.next()
             assert (event.request_id, event.epoch) == prompt.key
             if event.HasField("finished"):
                 break
@@ -148,6 +159,7 @@ async def test_errors_of_one_request_leave_the_session_open(
     bad_id.request_id = "no/slash"
     async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
         call = stub.Session()
+        events = EventReader(call)
         for bad, code, match in (
             (no_tokens, "BadRequest", "empty"),
             (torn, "BadRequest", "3 bytes"),
@@ -157,12 +169,12 @@ async def test_errors_of_one_request_leave_the_session_open(
             (bad_id, "BadRequest", "no/slash"),
         ):
             await call.write(bad)
-            failed = (await read(call)).failed
+            failed = (await events.next()).failed
             assert (failed.code, failed.retriable) == (code, False)
             assert match in failed.message
         await call.write(open_command(prompt))
         await call.write(start_command(prompt))
-        assert (await read(call)).HasField("pulled")
+        assert (await events.next()).HasField("pulled")
         call.cancel()
 
 
@@ -255,9 +267,10 @@ async def test_metrics_show_what_happened(model_dir: Path, prefill: Prefill, sto
     prompt = prefill.run("r", PROMPT, GREEDY)
     async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
         call = stub.Session()
+        events = EventReader(call)
         await call.write(open_command(prompt))
         await call.write(start_command(prompt))
-        while not (await read(call)).HasField("finished"):
+        while not (await events.next()).HasField("finished"):
             pass
         _, text = await http_status(node, "/metrics")
         for line in (
