@@ -13,15 +13,21 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from conductor import grpc_api
+from conductor import grpc_api, peers
 from conductor.config import ConductorConfig
+from conductor.idempotency import Answers
+from conductor.index_follower import IndexFollower
 from conductor.metrics import ConductorMetrics
 from conductor.openai_api import OpenAiApi
-from conductor.prefix_index import IndexFollower, PrefixIndex
+from conductor.prefix_index import PrefixIndex
+from conductor.public_index import open_public_index
 from conductor.registry import NodeRegistry
+from conductor.roles import RoleManager
 from conductor.service import Conductor
+from conductor.tenants import TenantDirectory
 from conductor.tokenizer import Tokenizer
 from conductor.validation import ServedModel
+from kvstore.hash_chain import load_hash_chain
 from kvstore.index import KvEvents
 from moontide.clock import MonotonicClock
 from moontide.config import load_service_config, to_yaml
@@ -46,27 +52,52 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
     metrics = ConductorMetrics(CollectorRegistry())
     model = ServedModel.load(settings.model_dir, settings.served_model_name)
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_dir)
+    await asyncio.to_thread(load_hash_chain)
     index = PrefixIndex()
     async with AsyncExitStack() as opened:
         registry = NodeRegistry(config.registry, clock, metrics)
         opened.push_async_callback(registry.close)
-        follower = IndexFollower(index, KvEvents(config.registry), metrics)
+        public = await opened.enter_async_context(
+            open_public_index(settings, host=config.node.host, index=index, nodes=lambda: registry.nodes)
+        )
+        follower = IndexFollower(
+            index, KvEvents(config.registry), metrics, nodes=lambda: registry.nodes, tell=public.tell
+        )
         opened.push_async_callback(follower.close)
+        boot_id = _boot_id()
+        answers = Answers(config, registry=registry, metrics=metrics.registry, clock=clock, boot_id=boot_id)
         conductor = Conductor(
-            config, model=model, tokenizer=tokenizer, registry=registry, index=index, metrics=metrics, clock=clock
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            registry=registry,
+            index=index,
+            answers=answers,
+            known_tokens=public.known_tokens,
+            metrics=metrics,
+            clock=clock,
         )
         opened.push_async_callback(conductor.close)
+        opened.push_async_callback(answers.close)
+        roles = RoleManager(config, registry, metrics, clock)
+        opened.push_async_callback(roles.close)
+        tenants = TenantDirectory(settings, config.registry)
+        opened.push_async_callback(tenants.close)
         server = Server()
-        grpc_api.add_to(server, conductor)
+        grpc_api.add_to(server, conductor, tenants, roles)
+        peers.add_to(server, answers)
         grpc_port = await server.start(config.node.host, config.node.grpc_port)
         opened.push_async_callback(server.close)
-        api = OpenAiApi(conductor, max_body_bytes=settings.max_body_bytes)
+        api = OpenAiApi(conductor, tenants, max_body_bytes=settings.max_body_bytes)
         opened.push_async_callback(api.close)
         http_port = await api.start(config.node.host, config.node.http_port)
         await registry.start()
+        await tenants.start()
         follower.start()
+        answers.start(f"{config.node.host}:{grpc_port}")
         conductor.start()
-        announcer = Announcer(config.registry, partial(_record, config, conductor, grpc_port, http_port, _boot_id()))
+        roles.start()
+        announcer = Announcer(config.registry, partial(_record, config, conductor, grpc_port, http_port, boot_id))
         await announcer.start()
         opened.push_async_callback(announcer.close)
         _keep_out_of_collections()

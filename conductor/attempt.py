@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -19,6 +20,7 @@ import grpc.aio
 from conductor.background import Background
 from conductor.cost import Slo
 from conductor.decode_session import DecodeMessage, DecodeSession
+from conductor.inbox import Inbox
 from conductor.recovery import AttemptFailed
 from conductor.router import Choice
 from conductor.store_leases import StoreLeases
@@ -75,14 +77,12 @@ class PrefillParts:
     compute_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumberedToken:
+class NumberedToken(NamedTuple):
     token: SampledToken
     output_idx: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrived:
+class Arrived(NamedTuple):
     """Tokens, in order; the first one of an attempt comes with the parts of its time."""
 
     tokens: Sequence[NumberedToken]
@@ -126,7 +126,7 @@ class Attempt:
     ) -> None:
         """`prefill_channel` is that of the chosen prefill group, if one was chosen."""
         self._spec = spec
-        self._choice = choice
+        self.choice = choice
         self._session = session
         self._channel = prefill_channel
         self._leases = leases
@@ -134,13 +134,17 @@ class Attempt:
         self._record = record
         self._clock = clock
         # Bounded by the request: a prompt has so many blocks and an answer so many tokens.
-        self._inbox: asyncio.Queue[tuple[_Message, float]] = asyncio.Queue()
+        self._inbox: Inbox[tuple[_Message, float]] = Inbox(spec.deadline)
         self._prefill: asyncio.Task[None] | None = None
         self._first: common_pb2.Token | None = None
         self._prefill_origin_s = math.inf
         """The request's arrival at stage 0, by this clock: what messages say of it, each late by its way here. The earliest is nearest."""
         self._completed_s: float | None = None
         self._pulled_s: float | None = None
+        self.dispatch_s = 0.0
+        """To the node that prefills and the first token's way back; known with it."""
+        self.decode_started_s = 0.0
+        """When the first token after it was due to be computed: the KV was all there."""
         self._local_parts: PrefillParts | None = None
         """Of a local prefill whose first token is still to come."""
         self._store_address: str | None = None if choice.prefill is None else choice.store.address
@@ -152,7 +156,7 @@ class Attempt:
 
     def start(self) -> None:
         """Open the decode side, if it has anything to do, then call prefill."""
-        spec, prefill = self._spec, self._choice.prefill
+        spec, prefill = self._spec, self.choice.prefill
         self.started_s = self._clock.now()
         if prefill is None or spec.has_more_tokens:
             self._open_decode(spec, prefills=prefill is None)
@@ -160,7 +164,7 @@ class Attempt:
             self._prefill = self._background.spawn(self._call_prefill(prefill), f"prefill {spec.request_id}")
 
     def _open_decode(self, spec: AttemptSpec, *, prefills: bool) -> None:
-        store = self._choice.store
+        store = self.choice.store
         opening = decode_pb2.DecodeOpen(
             token_ids=pack_token_ids(spec.token_ids),
             sampling=spec.sampling.to_proto(),
@@ -175,6 +179,15 @@ class Attempt:
         self._decode_is_open = True
         self._session.open(self._command(open=opening), self._deliver)
 
+    @property
+    def epoch(self) -> int:
+        return self._spec.epoch
+
+    @property
+    def output_idx(self) -> int:
+        """Of the first token."""
+        return self._spec.output_idx
+
     async def next_event(self) -> AttemptEvent:
         """The next thing that matters to the request.
 
@@ -182,8 +195,7 @@ class Attempt:
         """
         while True:
             try:
-                async with asyncio.timeout(self._spec.deadline.remaining_s()):
-                    message, arrived_s = await self._inbox.get()
+                message, arrived_s = await self._inbox.get()
             except TimeoutError as error:
                 doing = "prefill worked" if self._completed_s is None else "decode worked"
                 raise DeadlineExceeded(
@@ -204,6 +216,7 @@ class Attempt:
         `fill_cache` lets the prefill seal the rest of the prompt first, because the answer is complete and the KV is worth keeping.
         """
         self._is_closed = True
+        self._inbox.close()
         self._session.forget(self._spec.request_id, self._spec.epoch)
         self._send_to_decode(cancel=decode_pb2.DecodeCancel())
         self._decode_is_open = False
@@ -231,7 +244,7 @@ class Attempt:
             tenant=spec.tenant,
             tenant_weight=spec.tenant_weight,
             priority=spec.priority,
-            copy_blocks=self._choice.copy_blocks,
+            copy_blocks=self.choice.replicate_blocks,
         )
         call = stub.Prefill(request, timeout=spec.deadline.remaining_s())
         is_complete = False
@@ -256,8 +269,8 @@ class Attempt:
     def _on_prefill(self, message: prefill_pb2.PrefillEvent, arrived_s: float) -> AttemptEvent | None:
         kind = message.WhichOneof("event")
         if kind == "accepted":
-            self._store_address = message.accepted.store_address or self._choice.store.address
-            self._store_node_id = message.accepted.store_node_id or self._choice.store.node_id
+            self._store_address = message.accepted.store_address or self.choice.store.address
+            self._store_node_id = message.accepted.store_node_id or self.choice.store.node_id
             self._leases.hold(self._store_address, self._spec.request_id, self._spec.epoch)
             return Accepted(hit_tokens=message.accepted.hit_tokens)
         if kind == "sealed":
@@ -268,11 +281,8 @@ class Attempt:
             timings = message.first_token.timings
             self._prefill_origin_s = min(self._prefill_origin_s, arrived_s - timings.total_s)
             self._record.add("prefill call", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))
-            return Arrived(
-                tokens=[_numbered(self._first)],
-                arrived_s=arrived_s,
-                parts=PrefillParts(queue_s=timings.queue_s, fetch_s=timings.fetch_s, compute_s=timings.compute_s),
-            )
+            parts = PrefillParts(queue_s=timings.queue_s, fetch_s=timings.fetch_s, compute_s=timings.compute_s)
+            return self._first_arrived([_numbered(self._first)], arrived_s, parts)
         if kind == "completed":
             return self._on_completed(message.completed, arrived_s)
         return None  # an event of a newer peer
@@ -280,7 +290,7 @@ class Attempt:
     def _on_completed(self, completed: prefill_pb2.PrefillCompleted, arrived_s: float) -> AttemptEvent:
         if self._first is None:
             error = Internal("prefill says that it is complete, but no first token came")
-            raise AttemptFailed(error, node_id=self._choice.prefill.node_id if self._choice.prefill else None)
+            raise AttemptFailed(error, node_id=self.choice.prefill.node_id if self.choice.prefill else None)
         self._completed_s = arrived_s
         # Whatever the events said, decode must know that all full blocks are there before it is started.
         self._tell_sealed(completed.num_blocks)
@@ -307,8 +317,8 @@ class Attempt:
         if kind == "failed":
             self._decode_is_open = False
             failed = message.failed
-            error = error_from_code(failed.code, f"decode instance {self._choice.decode.node_id}: {failed.message}")
-            raise AttemptFailed(error, node_id=self._choice.decode.node_id, is_retriable=failed.retriable)
+            error = error_from_code(failed.code, f"decode instance {self.choice.decode.node_id}: {failed.message}")
+            raise AttemptFailed(error, node_id=self.choice.decode.node_id, is_retriable=failed.retriable)
         return None  # an event of a newer peer
 
     def _on_tokens(self, message: decode_pb2.DecodeTokens, arrived_s: float) -> Arrived:
@@ -317,12 +327,17 @@ class Attempt:
         parts, self._local_parts = self._local_parts, None
         if parts is not None:
             self._record.add("local prefill", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))
-            self._pulled_s = arrived_s
-        return Arrived(tokens=[_numbered(token) for token in message.tokens], arrived_s=arrived_s, parts=parts)
+            self._pulled_s = self.decode_started_s = arrived_s
+            return self._first_arrived([_numbered(token) for token in message.tokens], arrived_s, parts)
+        return Arrived([_numbered(token) for token in message.tokens], arrived_s)
+
+    def _first_arrived(self, tokens: Sequence[NumberedToken], arrived_s: float, parts: PrefillParts) -> Arrived:
+        self.dispatch_s = arrived_s - self.started_s - parts.queue_s - parts.fetch_s - parts.compute_s
+        return Arrived(tokens=tokens, arrived_s=arrived_s, parts=parts)
 
     def _on_pulled(self, pulled: decode_pb2.DecodePulled, arrived_s: float) -> None:
         if self._completed_s is not None:
-            self._pulled_s = arrived_s
+            self._pulled_s = self.decode_started_s = arrived_s
         self._add_remote(pulled.spans, arrived_s - pulled.age_s)
         if self._completed_s is not None:
             self._record.add("handoff", self._completed_s, arrived_s)
@@ -342,8 +357,8 @@ class Attempt:
 
     def _take_late_spans(self) -> None:
         """Spans of a prefill that completed after the answer was over."""
-        while not self._inbox.empty():
-            message, arrived_s = self._inbox.get_nowait()
+        while (item := self._inbox.take()) is not None:
+            message, arrived_s = item
             if isinstance(message, prefill_pb2.PrefillEvent) and message.HasField("completed"):
                 self._add_prefill_spans(message.completed, arrived_s)
 
@@ -359,7 +374,7 @@ class Attempt:
         self._record.add_remote((Span.from_proto(span) for span in spans), origin_s=origin_s)
 
     def _deliver(self, message: _Message) -> None:
-        self._inbox.put_nowait((message, self._clock.now()))
+        self._inbox.put((message, self._clock.now()))
 
     def _tell_sealed(self, num_blocks: int) -> None:
         self._send_to_decode(sealed=decode_pb2.DecodeSealed(num_blocks=num_blocks, store_node_id=self._store_node_id))
@@ -390,7 +405,7 @@ class Attempt:
 
 
 def _numbered(token: common_pb2.Token) -> NumberedToken:
-    return NumberedToken(token=SampledToken.from_proto(token), output_idx=token.output_idx)
+    return NumberedToken(SampledToken.from_proto(token), token.output_idx)
 
 
 def _prefill_error(rpc_error: grpc.aio.AioRpcError, node_id: str) -> MoontideError:

@@ -6,19 +6,21 @@ When the stream breaks, every request on it hears NodeLost at once; the next req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 
-import grpc.aio
+import grpc
 
+from conductor.grpc_connection import GrpcConnection, GrpcStream
 from conductor.recovery import AttemptFailed
 from moontide.errors import NodeLost
 from moontide.log import get_logger
 from moontide.registry import NodeRecord
-from moontide.rpc import open_channel
-from moontide_proto.v1 import decode_pb2, decode_pb2_grpc
+from moontide_proto.v1 import decode_pb2
 
 DecodeMessage = decode_pb2.DecodeEvent | AttemptFailed
 Deliver = Callable[[DecodeMessage], None]
+
+METHOD = "/moontide.v1.Decode/Session"
 
 log = get_logger(__name__)
 
@@ -28,11 +30,13 @@ class DecodeSession:
 
     def __init__(self, record: NodeRecord) -> None:
         self.record = record
-        self._channel = open_channel(record.address)
+        self._stream: GrpcStream | None = None
         # Not bounded by itself: a request puts a handful of small commands here, and the number of requests is bounded.
-        self._outgoing: asyncio.Queue[decode_pb2.DecodeCommand | None] = asyncio.Queue()
+        self._unsent: list[decode_pb2.DecodeCommand] = []
+        """Commands from before the stream was there."""
         self._receivers: dict[tuple[str, int], Deliver] = {}
         self._broken: str | None = None
+        self._ended = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"session {record.node_id}")
 
     @property
@@ -52,9 +56,11 @@ class DecodeSession:
             self.send(command)
 
     def send(self, command: decode_pb2.DecodeCommand) -> None:
-        """Queue a command; on a broken stream it goes nowhere, and the requests have been told."""
-        if self._broken is None:
-            self._outgoing.put_nowait(command)
+        """Send a command; on a broken stream it goes nowhere, and the requests have been told."""
+        if self._stream is not None:
+            self._stream.send(command.SerializeToString())
+        elif self._broken is None:
+            self._unsent.append(command)
 
     def forget(self, request_id: str, epoch: int) -> None:
         """Whatever still comes for this request is dropped."""
@@ -70,32 +76,37 @@ class DecodeSession:
 
     async def _run(self) -> None:
         reason = "the session was closed"
+        connection = None
         try:
-            stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
-            async for message in stub.Session(self._commands()):
-                for event in message.events:
-                    if deliver := self._receivers.get((event.request_id, event.epoch)):
-                        deliver(event)
-            reason = "it ended the session"
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
+            connection = await GrpcConnection.open(self.record.address)
+            self._stream = connection.call(METHOD, on_message=self._on_message, on_end=self._on_end)
+            for command in self._unsent:
+                self.send(command)
+            await self._ended.wait()
+        except OSError as error:
+            reason = str(error) or "it does not answer"
         finally:
-            self._lose(f"decode instance {self.record.node_id} is lost: {reason}")
-            await self._channel.close()
+            self._lose(reason)
+            if connection is not None:
+                connection.close()
 
-    async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
-        """Ends with the stream: gRPC's task that reads this would otherwise wait for ever."""
-        while (command := await self._outgoing.get()) is not None:
-            yield command
+    def _on_message(self, data: bytes) -> None:
+        for event in decode_pb2.DecodeEvents.FromString(data).events:
+            if deliver := self._receivers.get((event.request_id, event.epoch)):
+                deliver(event)
+
+    def _on_end(self, status: grpc.StatusCode, message: str, _trailers: Mapping[str, str]) -> None:
+        self._lose("it ended the session" if status is grpc.StatusCode.OK else message or status.name)
+        self._ended.set()
 
     def _lose(self, reason: str) -> None:
         if self._broken is None:
+            self._broken = f"decode instance {self.record.node_id} is lost: {reason}"
             log.info("decode session over", node=self.record.node_id, reason=reason, requests=len(self._receivers))
-            self._outgoing.put_nowait(None)
-        self._broken = reason
+        self._stream = None
         receivers, self._receivers = self._receivers, {}
         for deliver in receivers.values():
-            deliver(AttemptFailed(NodeLost(reason), node_id=self.record.node_id))
+            deliver(AttemptFailed(NodeLost(self._broken), node_id=self.record.node_id))
 
 
 class DecodeSessions:

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from conductor.answer import OutputDelta
+from conductor.roles import RoleManager
 from conductor.service import Conductor
+from conductor.tenants import TenantDirectory
 from conductor.tokenizer import ChatMessage
 from conductor.validation import (
     ChatPrompt,
@@ -19,6 +21,7 @@ from conductor.validation import (
     Submission,
     TextPrompt,
     TokenPrompt,
+    Wishes,
     check_request_id,
 )
 from moontide.errors import BadRequest, DeadlineExceeded, ModelNotFound
@@ -36,18 +39,26 @@ Context: TypeAlias = Any
 
 
 class MoontideServicer(moontide_pb2_grpc.MoontideServicer):
-    def __init__(self, conductor: Conductor) -> None:
+    def __init__(self, conductor: Conductor, tenants: TenantDirectory, roles: RoleManager) -> None:
         self._conductor = conductor
+        self._roles = roles
+        self._tenants = tenants
 
     async def Generate(self, request: moontide_pb2.GenerateRequest, context: Context) -> None:
         """Streams through `context.write`, so that a client that does not read can be given a bound."""
         arrival_s = self._conductor.clock.now()
         async with grpc_errors(context, request.request_id):
+            tenant = self._tenants.of(_authorization(context))
+            wishes = _wishes(request)
             submission = Submission(
                 request_id=check_request_id(request.request_id),
                 prompt=self._prompt(request),
                 params=_params(request.params, context.time_remaining()),
                 arrival_s=arrival_s,
+                tenant=tenant,
+                slo=wishes.slo(tenant),
+                priority=wishes.priority_of(tenant),
+                idempotency_key=request.idempotency_key,
             )
             async with aclosing(self._conductor.generate(submission)) as deltas:
                 async for delta in deltas:
@@ -79,11 +90,23 @@ class MoontideServicer(moontide_pb2_grpc.MoontideServicer):
 
     async def GetTimeline(self, request: moontide_pb2.TimelineRequest, context: Context) -> moontide_pb2.Timeline:
         timeline = self._conductor.timeline(request.request_id)
-        if timeline is not None:
-            return timeline.to_proto()
-        message = f"request {request.request_id!r} is not known here (any more)"
-        await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        raise AssertionError("abort returned")
+        if timeline is None:
+            await _abort_unknown(context, request.request_id)
+            raise AssertionError("abort returned")
+        return timeline.to_proto()
+
+    async def Explain(self, request: moontide_pb2.ExplainRequest, context: Context) -> moontide_pb2.Explanation:
+        explanation = self._conductor.explanation(request.request_id)
+        if explanation is None:
+            await _abort_unknown(context, request.request_id)
+            raise AssertionError("abort returned")
+        return explanation
+
+    async def SetRole(self, request: moontide_pb2.SetRoleRequest, context: Context) -> moontide_pb2.SetRoleReply:
+        async with grpc_errors(context):
+            self._tenants.of(_authorization(context))
+            node_ids = await self._roles.set_role(list(request.node_ids), request.role)
+        return moontide_pb2.SetRoleReply(node_ids=node_ids)
 
     def _prompt(self, request: moontide_pb2.GenerateRequest) -> Prompt:
         served = self._conductor.model.name
@@ -103,8 +126,26 @@ class MoontideServicer(moontide_pb2_grpc.MoontideServicer):
         raise BadRequest("the request has no prompt; set text, token_ids or chat", param="prompt")
 
 
-def add_to(server: Server, conductor: Conductor) -> None:
-    server.add(moontide_pb2_grpc.add_MoontideServicer_to_server, MoontideServicer(conductor), SERVICE_NAME)
+def add_to(server: Server, conductor: Conductor, tenants: TenantDirectory, roles: RoleManager) -> None:
+    servicer = MoontideServicer(conductor, tenants, roles)
+    server.add(moontide_pb2_grpc.add_MoontideServicer_to_server, servicer, SERVICE_NAME)
+
+
+def _authorization(context: Context) -> str:
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == "authorization"), "")
+
+
+def _wishes(request: moontide_pb2.GenerateRequest) -> Wishes:
+    return Wishes(
+        ttft_slo_s=request.ttft_slo_s if request.HasField("ttft_slo_s") else None,
+        tbt_slo_s=request.tbt_slo_s if request.HasField("tbt_slo_s") else None,
+        priority=request.priority if request.HasField("priority") else None,
+    )
+
+
+async def _abort_unknown(context: Context, request_id: str) -> None:
+    message = f"request {request_id!r} is not known here (any more)"
+    await context.abort(grpc.StatusCode.NOT_FOUND, message)
 
 
 async def _write(context: Context, response: moontide_pb2.GenerateResponse) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from moontide.metrics import LATENCY_BUCKETS_S
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
 
 
 class ConductorMetrics:
@@ -56,4 +56,34 @@ class ConductorMetrics:
         self.nodes = Gauge("conductor_nodes", "Nodes alive in the registry, by role.", ["role"], registry=registry)
         self.indexed_blocks = Gauge(
             "conductor_indexed_blocks", "Blocks in the prefix index, summed over store nodes.", registry=registry
+        )
+        self.rejected = Counter(
+            "conductor_rejected_total",
+            "Requests refused before any work, by reason and tenant.",
+            ["reason", "tenant"],
+            registry=registry,
+        )
+        self.queued_requests = Gauge(
+            "conductor_queued_requests", "Requests that wait for their turn, before a prefill group gets them.", registry=registry
+        )  # fmt: skip
+        self.queued_s = Gauge(
+            "conductor_queued_seconds", "Predicted prefill time of the requests that wait for their turn.", registry=registry
+        )  # fmt: skip
+        self.tenant_work = Counter(
+            "conductor_tenant_work_seconds_total",
+            "Predicted prefill time of dispatched requests, by tenant.",
+            ["tenant"],
+            registry=registry,
+        )
+        self.ttft_error = Histogram(
+            "conductor_ttft_prediction_error_ratio",
+            "(predicted - actual) / actual of the time from dispatch to the first token.",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.tbt_error = Histogram(
+            "conductor_tbt_prediction_error_ratio",
+            "(predicted - actual) / actual of the mean time between tokens.",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
         )

@@ -7,34 +7,41 @@ Fields that change the answer and are not supported are refused by name; unknown
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from conductor.answer import OutputDelta, Usage
-from conductor.openai_schema import Body, ChatBody, CompletionBody, chat_message, completion_prompt, parse
-from conductor.openai_shapes import ChatShape, CompletionShape, Shape, has_logprobs
+from conductor.answer import OutputDelta
+from conductor.openai_schema import Body, ChatBody, chat_message, completion_prompt, parse, parse_completion
+from conductor.openai_shapes import ChatShape, ChunkWriter, CompletionShape, Shape, sse_event, usage_json
 from conductor.service import Conductor
-from conductor.validation import ChatPrompt, RequestId, Submission, check_request_id
-from moontide.errors import BadRequest, Internal, ModelNotFound, MoontideError
+from conductor.tenants import Tenant, TenantDirectory
+from conductor.validation import ChatPrompt, GenerateParams, Prompt, RequestId, Submission, Wishes, check_request_id
+from moontide.errors import BadRequest, Internal, ModelNotFound, MoontideError, Rejected, Unauthorized
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
 
 REQUEST_ID_HEADER = "X-Request-Id"
+TTFT_SLO_HEADER = "X-Moontide-TTFT-SLO"
+"""Seconds, as the next one."""
+TBT_SLO_HEADER = "X-Moontide-TBT-SLO"
+PRIORITY_HEADER = "X-Moontide-Priority"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
 RETRY_AFTER_S = 1
-"""What a client that was refused for lack of capacity is told to wait."""
+"""What a client that was refused for lack of capacity is told to wait at least, and where nothing more is known."""
 
 CLIENT_CLOSED_REQUEST = 499
 """What proxies log when a client hangs up."""
 CLIENT_STALL_S = 60.0
 """A client that reads nothing of its stream for so long is dropped, and its request with it."""
 
+Number = TypeVar("Number", int, float)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = get_logger(__name__)
@@ -43,8 +50,9 @@ log = get_logger(__name__)
 class OpenAiApi:
     """Routes of one conductor's HTTP port."""
 
-    def __init__(self, conductor: Conductor, *, max_body_bytes: int) -> None:
+    def __init__(self, conductor: Conductor, tenants: TenantDirectory, *, max_body_bytes: int) -> None:
         self._conductor = conductor
+        self._tenants = tenants
         self._max_body_bytes = max_body_bytes
         self._health = HealthServer(conductor.metrics.registry, conductor.not_ready)
         self._created = int(time.time())
@@ -77,32 +85,25 @@ class OpenAiApi:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival_s = self._conductor.clock.now()
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER, ""))
-        body = parse(CompletionBody, await http.read())
+        tenant = self._tenant(http)
+        body = await parse_completion(await http.read())
         self._check_model(body)
-        submission = Submission(
-            request_id=request_id,
-            prompt=completion_prompt(body.prompt),
-            params=body.params(max_tokens=body.max_tokens, logprobs=body.logprobs),
-            arrival_s=arrival_s,
-        )
+        params = body.params(max_tokens=body.max_tokens, logprobs=body.logprobs)
+        submission = _submission(http, tenant, completion_prompt(body.prompt), params, arrival_s)
         shape = CompletionShape(self._conductor.tokenizer, with_logprobs=body.logprobs is not None)
         return await self._answer(http, body, submission, shape)
 
     async def _chat_completions(self, http: web.Request) -> web.StreamResponse:
         arrival_s = self._conductor.clock.now()
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER, ""))
+        tenant = self._tenant(http)
         body = parse(ChatBody, await http.read())
         self._check_model(body)
         if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        submission = Submission(
-            request_id=request_id,
-            prompt=ChatPrompt(messages=[chat_message(message) for message in body.messages]),
-            params=body.params(max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
-            arrival_s=arrival_s,
-        )
+        prompt = ChatPrompt(messages=[chat_message(message) for message in body.messages])
+        params = body.params(max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        submission = _submission(http, tenant, prompt, params, arrival_s)
         shape = ChatShape(self._conductor.tokenizer, with_logprobs=bool(body.logprobs))
         return await self._answer(http, body, submission, shape)
 
@@ -114,7 +115,7 @@ class OpenAiApi:
         answer = {
             **self._head(shape.object_name, shape.id_prefix, submission.request_id),
             "choices": [shape.whole(received)],
-            "usage": _usage(received[-1].usage),
+            "usage": usage_json(received[-1].usage),
         }
         return web.json_response(answer, headers={REQUEST_ID_HEADER: submission.request_id})
 
@@ -127,23 +128,25 @@ class OpenAiApi:
         shape: Shape,
     ) -> web.StreamResponse:
         first = await anext(deltas)
-        events = _EventStream(http, request_id)
-        await events.open()
         head = self._head(shape.chunk_object_name, shape.id_prefix, request_id)
-        if (opening := shape.opening()) is not None:
-            await events.send(_chunk(head, body, opening, first.usage))
-        usage = first.usage
-        try:
-            async for delta in _chain(first, deltas):
-                usage = delta.usage
-                if delta.text or delta.finish_reason is not None or has_logprobs(delta):
-                    await events.send(_chunk(head, body, shape.chunk(delta), usage))
-        except MoontideError as error:
-            await events.send(error_json(error))
-        else:
-            if body.include_usage:
-                await events.send({**head, "choices": [], "usage": _usage(usage)})
-        return await events.close()
+        chunks = ChunkWriter(shape, head, include_usage=body.include_usage, continuous_usage=body.continuous_usage)
+        async with _EventStream(http, request_id) as events:
+            await events.send(chunks.opening(first.usage) + chunks.chunk(first))
+            usage = first.usage
+            try:
+                async for delta in deltas:
+                    usage = delta.usage
+                    if event := chunks.chunk(delta):
+                        await events.send(event)
+            except MoontideError as error:
+                await events.send(sse_event(error_json(error)))
+            else:
+                await events.send(chunks.closing(usage))
+            return await events.end()
+
+    def _tenant(self, http: web.Request) -> Tenant:
+        """Asked before the body is read. Raises: Unauthorized."""
+        return self._tenants.of(http.headers.get("Authorization", ""))
 
     def _check_model(self, body: Body) -> None:
         if body.model is not None and body.model != self._conductor.model.name:
@@ -207,8 +210,7 @@ class OpenAiApi:
     def _error_response(self, request: web.Request, error: Exception) -> web.Response:
         match error:
             case MoontideError():
-                headers = {"Retry-After": str(RETRY_AFTER_S)} if error.http_code in (429, 503) else None
-                return web.json_response(error_json(error), status=error.http_code, headers=headers)
+                return web.json_response(error_json(error), status=error.http_code, headers=_error_headers(error))
             case web.HTTPRequestEntityTooLarge():
                 limit = f"{self._max_body_bytes} bytes (conductor.max_body_bytes)"
                 return _json_error(413, f"the body is larger than {limit}", "BadRequest")
@@ -225,7 +227,7 @@ class OpenAiApi:
 
 
 class _EventStream:
-    """Server-sent events to one client."""
+    """Server-sent events to one client. A client that reads nothing for CLIENT_STALL_S loses its connection, which cancels the handler."""
 
     def __init__(self, http: web.Request, request_id: RequestId) -> None:
         self._http = http
@@ -236,30 +238,75 @@ class _EventStream:
                 REQUEST_ID_HEADER: request_id,
             }
         )
+        self._loop = asyncio.get_running_loop()
+        self._writing_since_s = math.inf
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         await self._response.prepare(self._http)
+        self._watch()
+        return self
 
-    async def send(self, value: dict[str, Any]) -> None:
-        """ASCII alone: some clients end a line at U+2028 or U+0085, which JSON leaves as they are.
+    async def __aexit__(self, *_: object) -> None:
+        self._watcher.cancel()
 
-        Raises: ConnectionError when the client is gone or reads nothing for CLIENT_STALL_S.
-        """
-        await self._write(f"data: {json.dumps(value)}\n\n".encode())
+    async def send(self, data: bytes) -> None:
+        """Raises: ConnectionError when the client is gone."""
+        if data:
+            self._writing_since_s = self._loop.time()
+            await self._response.write(data)
+            self._writing_since_s = math.inf
 
-    async def close(self) -> web.StreamResponse:
-        await self._write(b"data: [DONE]\n\n")
+    async def end(self) -> web.StreamResponse:
+        await self.send(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
-    async def _write(self, data: bytes) -> None:
-        try:
-            async with asyncio.timeout(CLIENT_STALL_S):
-                await self._response.write(data)
-        except TimeoutError as error:
-            if self._http.transport is not None:
-                self._http.transport.close()
-            raise ConnectionError(f"the client read nothing for {CLIENT_STALL_S} s") from error
+    def _watch(self) -> None:
+        """One timer for the whole stream: a timeout around each write would cost more than the write."""
+        if self._loop.time() - self._writing_since_s >= CLIENT_STALL_S and self._http.transport is not None:
+            log.info("client dropped: it read nothing", seconds=CLIENT_STALL_S, path=self._http.path)
+            self._http.transport.abort()
+        self._watcher = self._loop.call_later(CLIENT_STALL_S / 2, self._watch)
+
+
+def _submission(
+    http: web.Request, tenant: Tenant, prompt: Prompt, params: GenerateParams, arrival_s: float
+) -> Submission:
+    """The body's content on the terms of the headers. Raises: BadRequest."""
+    wishes = Wishes(
+        ttft_slo_s=_number(http, TTFT_SLO_HEADER, float),
+        tbt_slo_s=_number(http, TBT_SLO_HEADER, float),
+        priority=_number(http, PRIORITY_HEADER, int),
+    )
+    return Submission(
+        request_id=check_request_id(http.headers.get(REQUEST_ID_HEADER, "")),
+        prompt=prompt,
+        params=params,
+        arrival_s=arrival_s,
+        tenant=tenant,
+        slo=wishes.slo(tenant),
+        priority=wishes.priority_of(tenant),
+        idempotency_key=http.headers.get(IDEMPOTENCY_HEADER, ""),
+    )
+
+
+def _number(http: web.Request, header: str, kind: type[Number]) -> Number | None:
+    text = http.headers.get(header)
+    if text is None:
+        return None
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise BadRequest(f"header {header}: {text[:40]!r} is no number", param=header) from error
+
+
+def _error_headers(error: MoontideError) -> dict[str, str]:
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if error.http_code not in (429, 503):
+        return {}
+    retry_after_s = (error.retry_after_s if isinstance(error, Rejected) else None) or 0.0
+    return {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(retry_after_s)))}
 
 
 def error_json(error: MoontideError) -> dict[str, Any]:
@@ -275,29 +322,6 @@ def _json_error(status: int, message: str, kind: str) -> web.Response:
 
 def _unknown_model(asked: str, served: str) -> ModelNotFound:
     return ModelNotFound(f"model {asked[:200]!r} is not served here; ask for {served!r}", param="model")
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def _chunk(head: dict[str, Any], body: Body, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
-    """One event of a stream. With include_usage every event has the field; it is null except where usage is due."""
-    chunk = {**head, "choices": [choice]}
-    if body.include_usage:
-        chunk["usage"] = _usage(usage) if body.continuous_usage else None
-    return chunk
-
-
-async def _chain(first: OutputDelta, rest: AsyncIterator[OutputDelta]) -> AsyncIterator[OutputDelta]:
-    yield first
-    async for delta in rest:
-        yield delta
 
 
 def _without_prefix(answer_id: str) -> str:

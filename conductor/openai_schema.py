@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from conductor.id_list import cut_ids
 from conductor.tokenizer import ChatMessage
 from conductor.validation import GenerateParams, Prompt, TextPrompt, TokenPrompt
 from moontide.errors import BadRequest
@@ -185,6 +186,17 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     return body
 
 
+async def parse_completion(data: bytes) -> CompletionBody:
+    """As `parse`; `prompt` of a large body is an array when it is a list of ids. Raises: BadRequest."""
+    cut = await cut_ids(data)
+    if cut is not None:
+        body = parse(CompletionBody, cut.rest)
+        if body.prompt == cut.mark:
+            body.prompt = cut.ids
+            return body
+    return parse(CompletionBody, data)
+
+
 def _why_no_json(data: bytes, found: str) -> str:
     try:
         data.decode()
@@ -203,6 +215,8 @@ def completion_prompt(prompt: Any) -> Prompt:
         return TextPrompt(text=prompt)
     if isinstance(prompt, list):
         return TokenPrompt(token_ids=_token_array(prompt))
+    if isinstance(prompt, np.ndarray):
+        return TokenPrompt(token_ids=prompt)
     if prompt is None:
         raise BadRequest("prompt is missing; send a text or a list of token ids", param="prompt")
     raise BadRequest(f"prompt must be a text or a list of token ids, not {type(prompt).__name__}", param="prompt")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.registry import Node
-from moontide.errors import MoontideError, NodeLost, Rejected, TransferFailed
+from moontide.errors import Declined, MoontideError, NodeLost, Rejected, TransferFailed
 
 FIRST_PAUSE_S = 0.1
 PAUSE_GROWTH = 4
@@ -52,6 +52,8 @@ def after_failure(failure: AttemptFailed, *, attempt: int, max_attempts: int, nu
     if attempt >= max_attempts:
         return GiveUp(type(error)(f"gave up after {attempt} attempts; the last one: {error}"))
     is_nodes_fault = isinstance(error, (NodeLost, TransferFailed, Rejected))
+    if isinstance(error, Declined):
+        return Retry(avoid=None, pause_s=0.0)
     pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** (attempt - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
     return Retry(avoid=failure.node_id if is_nodes_fault else None, pause_s=pause_s)
 

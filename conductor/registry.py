@@ -18,7 +18,7 @@ from moontide.clock import Clock
 from moontide.config import RegistryConfig
 from moontide.deadline import Deadline
 from moontide.log import get_logger
-from moontide.registry import NodeRecord, connect, raise_if_cancelled, read_records
+from moontide.registry import NodeRecord, connect, raise_if_cancelled, read_records_with_ages
 
 ROLES = ("prefill", "decode", "kvstore", "conductor")
 LOST_SHOWN_S = 60.0
@@ -35,6 +35,13 @@ class Node:
     alive: bool
     read_s: float
     """When this record was last seen in the registry, on the conductor's clock."""
+    age_s: float = 0.0
+    """How old it was then."""
+
+    @property
+    def reported_s(self) -> float:
+        """When the node wrote it, on the conductor's clock."""
+        return self.read_s - self.age_s
 
 
 class NodeTable:
@@ -56,12 +63,12 @@ class NodeTable:
     def disconnected(self) -> None:
         self._connected_since_s = None
 
-    def update(self, records: Iterable[NodeRecord], now_s: float) -> None:
-        """Take over one complete read."""
+    def update(self, records: Iterable[tuple[NodeRecord, float]], now_s: float) -> None:
+        """Take over one complete read: records and their ages in seconds."""
         if self._connected_since_s is None:
             self._connected_since_s = now_s
         is_settled = not self._nodes or now_s - self._connected_since_s >= self._lease_s
-        present = {r.node_id: Node(record=r, alive=True, read_s=now_s) for r in records}
+        present = {r.node_id: Node(record=r, alive=True, read_s=now_s, age_s=age_s) for r, age_s in records}
         for node_id, node in list(self._nodes.items()):
             if node_id in present:
                 continue
@@ -85,6 +92,8 @@ class NodeRegistry:
         self._metrics = metrics
         self._table = NodeTable(config.lease_s)
         self._redis = connect(config)
+        self.num_reads = 0
+        """Goes up whenever `nodes` may have changed."""
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
 
@@ -125,7 +134,7 @@ class NodeRegistry:
 
     async def _read(self) -> None:
         try:
-            records = await read_records(self._redis)
+            records = await read_records_with_ages(self._redis, lease_s=self._config.lease_s)
         except (RedisError, OSError) as error:
             if self._table.connected:
                 log.warning("registry lost, routing on the last known state", reason=str(error))
@@ -134,6 +143,7 @@ class NodeRegistry:
             if not self._table.connected:
                 log.info("registry connected", nodes=len(records))
             self._table.update(records, self._clock.now())
+        self.num_reads += 1
         self._metrics.registry_connected.set(self._table.connected)
         alive = Counter(node.record.role for node in self._table.nodes if node.alive)
         for role in ROLES:

@@ -1,131 +1,135 @@
-"""Chooses where a request runs: filter -> score -> pick. Pure: takes what is known, returns a choice or the reason there is none.
+"""Chooses where a request runs: filter -> score -> pick. Pure: takes what is known, returns a choice and why.
 
-prefill group   alive, of our model, with a live store process on its host   longest prefix hit, then fewest queued tokens
-decode          alive, same layout as the prefill group                      has the pages, then fewest requests, then most pages
+view.py      filter: nodes that can serve the model at all, once per read of the registry
+options.py   filter: nodes that can serve this request; score: what each of them would cost
+policies.py  pick
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
 
-from conductor.registry import Node
+from conductor.cost import Corrections, Placed, Prediction
+from conductor.options import Need, Options, Way
+from conductor.policies import Policy
+from conductor.view import ClusterView, Dropped, Sent, SentWork
 from moontide.registry import NodeRecord
 
-Cost = Callable[[NodeRecord], tuple[float, ...]]
+__all__ = ["Candidate", "Choice", "Need", "choose"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """What one request asks of its nodes."""
+class Candidate:
+    """Nodes for one request, and what is expected of them."""
 
-    request_id: str
-    max_tokens_in_cache: int
-    """Prompt and answer together."""
-    avoid: Collection[str] = ()
-    """Node ids that failed recently; taken only when there are no others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnWork:
-    """What this conductor sent and the nodes have not reported yet, by node id: heartbeats lag."""
-
-    prefill_tokens: Mapping[str, int] = field(default_factory=dict)
-    decode_requests: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capable:
-    """Nodes that can serve the model together, grouped by the layout they share."""
-
-    layout_json: str
-    prefill: tuple[NodeRecord, ...]
-    decode: tuple[NodeRecord, ...]
-    stores: Mapping[str, NodeRecord]
-    """Live store process of each host, by host id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    prefill: NodeRecord
+    prefill: NodeRecord | None
+    """None: the decode instance computes the prompt itself."""
     decode: NodeRecord
-    store: NodeRecord
+    hit_store: NodeRecord | None
+    """Where the prefix hit, or what is copied of it, comes from; None without a hit."""
     hit_blocks: int
-    copy_blocks: int = 0
+    """Leading blocks that need not be computed."""
+    copy_blocks: int
+    """Of those, how many the group's store has to copy from `hit_store` first."""
+    prediction: Prediction
 
 
-@dataclass(frozen=True)
-class NoChoice:
+@dataclass(frozen=True, kw_only=True)
+class Choice(Candidate):
+    store: NodeRecord
+    """Where the prompt is reserved: on the prefill group's host; for a local prefill where its hit is, else on decode's host."""
+    policy: str
     reason: str
+    """One sentence."""
+    others: tuple[Candidate, ...]
+    """Next best, best first."""
+    dropped: tuple[Dropped, ...]
+    busy_s: float
+    """Time that the prompt keeps the slowest stage, or the decode instance, busy."""
+    corrections: Corrections
+    """What was learnt of these nodes, as far as it is in the prediction."""
 
+    @property
+    def replicate_blocks(self) -> int:
+        """PrefillRequest.copy_blocks: leading blocks that the group's store is to hold before the prompt starts; 0: it has what counts."""
+        return self.hit_blocks if self.copy_blocks else 0
 
-def capable_nodes(nodes: Sequence[Node], *, model_id: str) -> Capable | NoChoice:
-    """The nodes that can serve now, or why no prompt would be served.
-
-    `model_id` "": whatever model the nodes have, as long as it is one. With several layouts the one with most prefill groups counts.
-    """
-    alive = [node.record for node in nodes if node.alive]
-    stores = {r.host_id: r for r in alive if r.role == "kvstore"}
-    workers = [r for r in alive if r.role in ("prefill", "decode") and model_id in ("", r.model_id)]
-    models = sorted({r.model_id for r in workers})
-    if len(models) > 1:
-        return NoChoice(f"the registry holds nodes of several models ({', '.join(models)}); set conductor.model_id")
-    of_model = f" for model {model_id}" if model_id else ""
-    prefill = [r for r in workers if r.role == "prefill"]
-    decode = [r for r in workers if r.role == "decode"]
-    if not prefill:
-        return NoChoice(f"no complete prefill group is alive{of_model}")
-    if not decode:
-        return NoChoice(f"no decode instance is alive{of_model}")
-    if not stores:
-        return NoChoice("no store process is alive")
-    stored = [r for r in prefill if r.host_id in stores]
-    if not stored:
-        hosts = ", ".join(sorted({r.host_id for r in prefill}))
-        return NoChoice(f"no store process is alive on the hosts of the prefill groups ({hosts})")
-    shared = {r.layout_json for r in stored} & {r.layout_json for r in decode}
-    if not shared:
-        return NoChoice(
-            "prefill groups and decode instances have different KV layouts; give them equal `kv` and `model` settings"
+    @property
+    def placed(self) -> Placed:
+        return Placed(
+            prefill_node_id=self.decode.node_id if self.prefill is None else self.prefill.node_id,
+            decode_node_id=self.decode.node_id,
+            busy_s=self.busy_s,
+            prediction=self.prediction,
+            corrections=self.corrections,
         )
-    layout = max(sorted(shared), key=lambda text: sum(r.layout_json == text for r in stored))
-    return Capable(
-        layout_json=layout,
-        prefill=tuple(r for r in stored if r.layout_json == layout),
-        decode=tuple(r for r in decode if r.layout_json == layout),
-        stores=stores,
+
+    def sent(self, need: Need, *, block_bytes: int, needs_decode: bool, now_s: float) -> Sent:
+        """What this choice adds to the nodes' work."""
+        return Sent(
+            sent_s=now_s,
+            prefill_node_id=self.placed.prefill_node_id,
+            busy_s=self.busy_s,
+            decode_node_id=self.decode.node_id if needs_decode else None,
+            context_tokens=need.prompt_tokens,
+            holder_id=self.hit_store.node_id if self.hit_store is not None and self.copy_blocks else None,
+            copy_bytes=self.copy_blocks * block_bytes,
+        )
+
+
+def choose(
+    view: ClusterView,
+    need: Need,
+    hits: Mapping[str, int],
+    sent: SentWork,
+    *,
+    policy: Policy,
+    rng: Random,
+    now_s: float,
+) -> Choice:
+    """Pick who prefills and who decodes.
+
+    Args:
+        hits: leading blocks of the prompt by store node id.
+        sent: of this view.
+        now_s: on the clock of the view's reports.
+    """
+    options = Options(view, need, hits, sent, now_s=now_s)
+    pick = policy.pick(options, rng)
+    best = _candidate(view, pick.way)
+    return Choice(
+        prefill=best.prefill,
+        decode=best.decode,
+        hit_store=best.hit_store,
+        hit_blocks=best.hit_blocks,
+        copy_blocks=best.copy_blocks,
+        prediction=best.prediction,
+        store=_store(view, pick.way),
+        policy=policy.name,
+        reason=pick.reason,
+        others=tuple(_candidate(view, way) for way in pick.others),
+        dropped=(*view.dropped, *options.dropped()),
+        busy_s=pick.way.busy_s,
+        corrections=options.corrections(pick.way),
     )
 
 
-def choose(capable: Capable, need: Need, *, hit_blocks: Mapping[str, int], own: OwnWork, block_tokens: int) -> Choice:
-    """Pick one prefill group and one decode instance. `hit_blocks`: leading blocks of the prompt by store node id."""
-
-    def hits(record: NodeRecord) -> int:
-        return hit_blocks.get(capable.stores[record.host_id].node_id, 0)
-
-    def prefill_cost(record: NodeRecord) -> tuple[float, ...]:
-        queued_tokens = record.load.get("queued_tokens", 0.0) + own.prefill_tokens.get(record.node_id, 0)
-        return (-hits(record), queued_tokens)
-
-    def decode_cost(record: NodeRecord) -> tuple[float, ...]:
-        load = record.load
-        num_requests = sum(load.get(key, 0.0) for key in ("waiting", "pulling", "running"))
-        num_requests += own.decode_requests.get(record.node_id, 0)
-        free_pages = load.get("free_pages", 0.0)
-        has_pages = free_pages * block_tokens >= need.max_tokens_in_cache
-        return (not has_pages, num_requests, -free_pages)
-
-    prefill = _cheapest(capable.prefill, need, prefill_cost)
-    decode = _cheapest(capable.decode, need, decode_cost)
-    return Choice(prefill=prefill, decode=decode, store=capable.stores[prefill.host_id], hit_blocks=hits(prefill))
+def _candidate(view: ClusterView, way: Way) -> Candidate:
+    return Candidate(
+        prefill=None if way.prefill_row is None else view.prefill.records[way.prefill_row],
+        decode=view.decode.records[way.decode_row],
+        hit_store=None if way.holder_row is None else view.stores[way.holder_row],
+        hit_blocks=way.hit_blocks,
+        copy_blocks=way.copy_blocks,
+        prediction=way.prediction,
+    )
 
 
-def _cheapest(records: Sequence[NodeRecord], need: Need, cost: Cost) -> NodeRecord:
-    """Equal nodes take turns: the request id decides between them."""
-    preferred = [r for r in records if r.node_id not in need.avoid] or records
-    return min(preferred, key=lambda r: (*cost(r), _turn(need.request_id, r.node_id)))
-
-
-def _turn(request_id: str, node_id: str) -> bytes:
-    return hashlib.blake2b(f"{request_id} {node_id}".encode(), digest_size=8).digest()
+def _store(view: ClusterView, way: Way) -> NodeRecord:
+    if way.prefill_row is not None:
+        return view.stores[int(view.prefill.store_rows[way.prefill_row])]
+    if way.holder_row is not None:
+        return view.stores[way.holder_row]
+    return view.stores[int(view.decode.store_rows[way.decode_row])]

@@ -1,33 +1,42 @@
 """One request from its arrival to its last token. Knows neither HTTP nor the client's gRPC.
 
-validate and tokenise -> hash blocks -> match the prefix index -> choose nodes -> one Attempt after the other, until the answer is complete.
+validate and tokenise -> hash blocks -> match the prefix index -> choose nodes -> admission -> the tenant's turn -> one Attempt after the
+other, until the answer is complete.
 A new attempt gets the prompt and every token that the client has, so nothing is repeated, left out or drawn twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
-from functools import lru_cache
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import numpy as np
 
+from conductor.admission import DecodeForecast, Refused, judge, judge_decode, pool_of
 from conductor.answer import Answer, OutputDelta, OutputToken, Usage
 from conductor.attempt import Accepted, Arrived, Attempt, AttemptEvent, AttemptSpec, Finished, PrefillOver, PrefillParts
 from conductor.background import Background
 from conductor.config import ConductorConfig
-from conductor.cost import Slo
+from conductor.cost import Outcome, Slo
 from conductor.decode_session import DecodeSessions
-from conductor.in_flight import InFlight
+from conductor.explain import Explanations
+from conductor.fair_queue import FairQueue
+from conductor.hot_blocks import HotBlocks
+from conductor.idempotency import Answers
 from conductor.metrics import ConductorMetrics
+from conductor.output_length import Expected, OutputLengths
+from conductor.placement import Placement
 from conductor.prefix_index import PrefixIndex
-from conductor.recovery import AttemptFailed, FailedNodes, GiveUp, after_failure
+from conductor.recovery import AttemptFailed, GiveUp, after_failure
 from conductor.registry import NodeRegistry
-from conductor.router import Capable, Choice, Need, NoChoice, capable_nodes, choose
+from conductor.router import Choice, Need
 from conductor.store_leases import StoreLeases
+from conductor.tenants import Tenant, TenantLimits
 from conductor.timelines import RequestRecord, TimelineRing
 from conductor.tokenizer import Tokenizer
 from conductor.validation import (
@@ -41,13 +50,14 @@ from conductor.validation import (
     id_on_nodes,
     resolve_sampling,
 )
+from conductor.view import ClusterView, NoChoice
 from kvstore.block import BlockHash, hash_blocks, root_hash
-from kvstore.layout import KVLayout
 from moontide.clock import Clock
 from moontide.deadline import Deadline
 from moontide.errors import (
     BadRequest,
     BlockMissing,
+    Declined,
     Internal,
     MoontideError,
     NoCapacity,
@@ -58,13 +68,21 @@ from moontide.errors import (
 from moontide.log import get_logger
 from moontide.registry import NodeRecord
 from moontide.rpc import open_channel
-from moontide.sampling_params import SamplingParams
+from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
 from moontide.timeline import Timeline, TtftParts
 from moontide.token_ids import TokenArray
+from moontide_proto.v1 import moontide_pb2
 
-CACHE_SALT = ""
-"""All requests share the cache: there is one tenant."""
+if TYPE_CHECKING:
+    from conductor.kv_event_sockets import KnownTokens
+
 CLOSE_GRACE_S = 5.0
+STALE_S = 0.05
+"""A choice that is older is made anew."""
+MIN_SLO_S = 1e-3
+"""What is left of a bound that has passed already."""
+INLINE_HASH_TOKENS = 65_536
+"""Longer prompts are hashed in a thread, so that the event loop stands still for no more than a few milliseconds."""
 
 log = get_logger(__name__)
 
@@ -81,13 +99,35 @@ class _Request:
     record: RequestRecord
     answer: Answer
     tokenized_s: float
+    tenant: Tenant
+    slo: Slo
+    """Counted from the arrival."""
+    priority: int
+    expected_output: Expected
+    cache_salt: str
     cached_tokens: int | None = None
     """Known once a prefill group has accepted the request."""
-    avoid: set[str]
-    cache_salt: str = CACHE_SALT
+    avoid: set[str] = field(default_factory=set)
+    may_prefill_locally: bool
+    is_local: bool = False
+    """Whether decode prefills in the attempt of this moment."""
+    hashes: Sequence[BlockHash] = ()
+    """Of the full blocks of the prompt and of what the client has."""
     num_block_misses: int = 0
     """Attempts that failed because K/V was not in the store, or damaged there."""
     last_token_s: float | None = None
+
+    @property
+    def token_ids(self) -> TokenArray:
+        """The prompt, then every token that the client has."""
+        return np.concatenate([self.prompt, np.asarray(self.answer.token_ids, np.uint32)])
+
+    def slo_left(self, now_s: float) -> Slo:
+        """Counted from now. Once the first token is out its bound is met or missed."""
+        ttft_s = self.slo.ttft_s
+        if ttft_s is None or self.answer.token_ids:
+            return Slo(tbt_s=self.slo.tbt_s)
+        return Slo(ttft_s=max(ttft_s - (now_s - self.record.arrival_s), MIN_SLO_S), tbt_s=self.slo.tbt_s)
 
     @property
     def usage(self) -> Usage:
@@ -109,10 +149,14 @@ class Conductor:
         tokenizer: Tokenizer,
         registry: NodeRegistry,
         index: PrefixIndex,
+        answers: Answers,
+        known_tokens: KnownTokens | None = None,
         metrics: ConductorMetrics,
         clock: Clock,
     ) -> None:
+        """`known_tokens`: wants the tokens of every prompt. Raises: ConfigError."""
         self.model = model
+        self._known_tokens = known_tokens
         self.tokenizer = tokenizer
         self.registry = registry
         self.clock = clock
@@ -123,9 +167,22 @@ class Conductor:
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
         self._leases = StoreLeases(lease_s=config.conductor.lease_s, clock=clock, metrics=metrics)
         self._background = Background()
-        self._in_flight = InFlight(config.registry.heartbeat_s)
-        self._failed = FailedNodes(config.registry.lease_s)
+        self._placement = Placement(config, registry, clock)
+        self._turns = FairQueue(
+            self._placement.room_s,
+            lambda: self._placement.num_groups,
+            release_queue_s=self._settings.release_queue_s,
+            clock=clock,
+        )
+        self._limits = TenantLimits()
+        self._lengths = OutputLengths()
+        self._forecast = DecodeForecast()
+        self._answers = answers
+        self._hot_blocks = HotBlocks(self._placement.view, index.hit_blocks, clock=clock, metrics=metrics.registry)
+        self._explanations = Explanations(self._placement.cost, metrics)
         self._timelines = TimelineRing()
+        metrics.queued_requests.set_function(lambda: float(self._turns.num_waiting))
+        metrics.queued_s.set_function(lambda: self._turns.waiting_s)
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,6 +194,7 @@ class Conductor:
 
     def start(self) -> None:
         self._leases.start()
+        self._hot_blocks.start()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests; return when the running ones are over, or after `timeout_s`."""
@@ -148,6 +206,8 @@ class Conductor:
             log.warning("requests cut off by shutdown", active=self._num_active)
 
     async def close(self) -> None:
+        self._turns.close()
+        await self._hot_blocks.close()
         await self._background.close(CLOSE_GRACE_S)
         await self._sessions.close()
         await self._leases.close()
@@ -157,36 +217,54 @@ class Conductor:
     def check_invariants(self) -> None:
         """When no request is active, nothing may be held for one."""
         if self._num_active == 0 and self._background.num_running == 0:
-            assert self._in_flight.is_empty, "work is counted for requests that are over"
+            assert self._placement.is_empty, "work is counted for requests that are over"
+            assert not len(self._forecast), "requests that are over are expected to decode"
+            self._forecast.check_invariants()
+            self._turns.check_invariants()
             assert self._leases.num_held == 0, f"{self._leases.num_held} reservations held for requests that are over"
 
     def not_ready(self) -> str | None:
         """Why a prompt would not be served now, or None."""
         if self._is_draining:
             return "the conductor is shutting down"
-        capable = capable_nodes(self.registry.nodes, model_id=self._settings.model_id)
-        return capable.reason if isinstance(capable, NoChoice) else None
+        view = self._placement.view(trusting=True)
+        return view.reason if isinstance(view, NoChoice) else None
+
+    def explanation(self, request_id: str) -> moontide_pb2.Explanation | None:
+        return self._explanations.get(request_id)
 
     def timeline(self, request_id: str) -> Timeline | None:
         return self._timelines.get(request_id)
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[OutputDelta, None]:
+    def generate(self, submission: Submission) -> AsyncGenerator[OutputDelta, None]:
         """Serve one request; the consumer closes the iterator (`aclosing`), which cancels what is still running.
 
         Raises: MoontideError. Before the first delta nothing has been sent for the client.
         """
+        key, tenant = submission.idempotency_key, submission.tenant.name
+        if key:
+            return self._answers.generate(submission, key=key, tenant=tenant, make=self._make)
+        return self._make(submission, ())
+
+    async def _make(self, submission: Submission, known: Sequence[SampledToken]) -> AsyncGenerator[OutputDelta, None]:
+        """The answer from after the tokens that are `known`, which are not sent again."""
         record = RequestRecord(submission.request_id, arrival_s=submission.arrival_s, clock=self.clock)
         outcome = "cancelled"
         self._count_active(+1)
         try:
-            request = await self._prepare(submission, record)
-            async with aclosing(self._serve(request)) as deltas:
-                async for delta in deltas:
-                    if delta.finish_reason is not None:
-                        outcome = delta.finish_reason.value
-                    yield delta
+            # Whoever has a part of the answer is not refused the rest.
+            with nullcontext() if known else self._limits.active(submission.tenant):
+                request = await self._prepare(submission, record, known)
+                async with aclosing(self._serve(request)) as deltas:
+                    async for delta in deltas:
+                        if delta.finish_reason is not None:
+                            outcome = delta.finish_reason.value
+                        yield delta
+                self._note_length(request)
         except MoontideError as error:
             outcome = error.code
+            if isinstance(error, Rejected) and error.reason is not None:
+                self.metrics.rejected.labels(error.reason.value, submission.tenant.name).inc()
             log.info("request failed", request_id=submission.request_id, error=error.code, reason=str(error))
             raise
         except Exception as error:
@@ -200,8 +278,9 @@ class Conductor:
                 self.metrics.handoff.observe(record.handoff_s)
             self.metrics.requests.labels(outcome).inc()
 
-    async def _prepare(self, submission: Submission, record: RequestRecord) -> _Request:
-        self._check_room()
+    async def _prepare(self, submission: Submission, record: RequestRecord, known: Sequence[SampledToken]) -> _Request:
+        if not known:
+            self._check_room()
         self._timelines.put(record)
         params = submission.params
         limit_s = self._settings.default_timeout_s
@@ -213,6 +292,11 @@ class Conductor:
         tokenized_s = self.clock.now()
         record.add("tokenize", submission.arrival_s, tokenized_s, num_tokens=len(prompt))
         self.metrics.prompt_tokens.inc(len(prompt))
+        tenant = submission.tenant
+        self._explanations.begin(submission.request_id, tenant=tenant.name, prompt_tokens=len(prompt))
+        answer = Answer(self.tokenizer, sampling, params.stop)
+        for token in known:
+            answer.add(token)
         return _Request(
             request_id=submission.request_id,
             node_request_id=id_on_nodes(submission.request_id),
@@ -220,9 +304,14 @@ class Conductor:
             sampling=sampling,
             deadline=Deadline(submission.arrival_s + timeout_s, self.clock),
             record=record,
-            answer=Answer(self.tokenizer, sampling, params.stop),
+            answer=answer,
             tokenized_s=tokenized_s,
-            avoid=set(),
+            tenant=tenant,
+            slo=submission.slo,
+            priority=submission.priority,
+            expected_output=self._lengths.expected(tenant.name, sampling.max_tokens),
+            cache_salt=tenant.cache_salt,
+            may_prefill_locally=self._settings.local_prefill,
         )
 
     def _check_room(self) -> None:
@@ -250,50 +339,68 @@ class Conductor:
 
     async def _serve(self, request: _Request) -> AsyncGenerator[OutputDelta, None]:
         """Attempts until the answer is complete; epochs count from 1."""
-        for epoch in range(1, self._settings.max_attempts + 1):
-            try:
-                async with aclosing(self._attempt(request, epoch)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-                return
-            except AttemptFailed as failure:
-                await self._recover(request, failure, epoch)
+        try:
+            for epoch in range(1, self._settings.max_attempts + 1):
+                try:
+                    async with aclosing(self._attempt(request, epoch)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                    return
+                except AttemptFailed as failure:
+                    await self._recover(request, failure, epoch)
+        finally:
+            self._forecast.end(request.node_request_id)
 
     async def _attempt(self, request: _Request, epoch: int) -> AsyncGenerator[OutputDelta, None]:
-        """Raises: AttemptFailed; DeadlineExceeded; NoCapacity."""
-        choice = await self._choose(request, may_wait=epoch > 1)
-        spec = _attempt_spec(request, epoch)
-        attempt = self._new_attempt(request, spec, choice)
+        """Raises: AttemptFailed; DeadlineExceeded; NoCapacity; Rejected."""
         attempt_id = f"{request.node_request_id} {epoch}"
-        self._in_flight.begin(
-            attempt_id,
-            prefill_node=choice.prefill.node_id,
-            tokens=max(1, len(request.prompt) - choice.hit_blocks * _layout(choice.prefill.layout_json).block_tokens),
-            decode_node=choice.decode.node_id if spec.has_more_tokens else None,
-            now_s=self.clock.now(),
-        )
         fill_cache = False
-        try:
-            attempt.start()
-            if epoch == 1:
-                request.record.add("route", request.tokenized_s, attempt.started_s)
-            while request.answer.finish_reason is None:
-                event = await attempt.next_event()
-                if isinstance(event, Arrived):
-                    self._in_flight.prefill_done(attempt_id)
-                delta = self._on_event(request, event, attempt.started_s)
-                if delta is None:
-                    continue
-                if delta.finish_reason is not None:
-                    # The prompt's KV is worth keeping when the answer ended before prefill could seal it all.
-                    fill_cache = isinstance(event, Arrived) and event.parts is not None
-                    attempt.close(fill_cache=fill_cache)
-                yield delta
-        finally:
-            attempt.close(fill_cache=fill_cache)
-            self._in_flight.end(attempt_id)
+        async with self._placed(request, epoch) as attempt:
+            try:
+                if epoch == 1:
+                    request.record.add("route", request.tokenized_s, attempt.started_s)
+                while request.answer.finish_reason is None:
+                    event = await attempt.next_event()
+                    delta = self._on_event(request, event, attempt)
+                    if delta is None:
+                        continue
+                    if delta.finish_reason is not None:
+                        # The prompt's KV is worth keeping when the answer ended before prefill could seal it all.
+                        fill_cache = isinstance(event, Arrived) and event.parts is not None
+                        attempt.close(fill_cache=fill_cache)
+                    yield delta
+                self._note_decoded(request, attempt)
+            finally:
+                attempt.close(fill_cache=fill_cache)
+                self._placement.ended(attempt_id)
 
-    def _on_event(self, request: _Request, event: AttemptEvent, started_s: float) -> OutputDelta | None:
+    @asynccontextmanager
+    async def _placed(self, request: _Request, epoch: int) -> AsyncIterator[Attempt]:
+        """An attempt on the nodes that are best for it, started when it is its tenant's turn."""
+        view = await self._nodes(request, may_wait=epoch > 1 or bool(request.answer.token_ids))
+        hits = await self._hits(request, view)
+        choice = self._choose(request, view, hits)
+        if epoch == 1:
+            self._admit(request, view, choice)
+        if choice.prefill is None:
+            yield self._start(request, epoch, view, choice)
+            return
+        asked_s = self.clock.now()
+        async with self._turns.turn(
+            request.tenant, priority=request.priority, work_s=choice.busy_s, deadline=request.deadline
+        ):
+            if self.clock.now() - asked_s > STALE_S:
+                view = await self._nodes(request, may_wait=True)
+                choice = self._choose(request, view, self._index.hit_blocks(request.hashes))
+            attempt = self._start(request, epoch, view, choice)
+        self.metrics.tenant_work.labels(request.tenant.name).inc(choice.busy_s)
+        yield attempt
+
+    def _on_event(self, request: _Request, event: AttemptEvent, attempt: Attempt) -> OutputDelta | None:
+        if isinstance(event, Arrived):  # by far the most frequent
+            if event.parts is not None:
+                self._on_first_token(request, event, attempt)
+            return self._on_tokens(request, event, attempt.started_s)
         match event:
             case Accepted(hit_tokens=hit_tokens):
                 if request.cached_tokens is None:
@@ -307,8 +414,21 @@ class Conductor:
                 return OutputDelta(
                     text=text, tokens=(), usage=request.usage, finish_reason=request.answer.finish_reason
                 )
-            case Arrived():
-                return self._on_tokens(request, event, started_s)
+
+    def _on_first_token(self, request: _Request, event: Arrived, attempt: Attempt) -> None:
+        """Of an attempt. Raises: Rejected by the mode that looks at the bound of decode only now."""
+        self._forecast.started(request.node_request_id, self.clock.now())
+        assert event.parts is not None
+        parts = event.parts
+        outcome = Outcome(
+            queue_s=parts.queue_s, fetch_s=parts.fetch_s, prefill_s=parts.compute_s, dispatch_s=attempt.dispatch_s
+        )
+        self._explanations.happened(request.request_id, attempt.epoch, attempt.choice, outcome)
+        if not request.answer.token_ids:
+            verdict = judge_decode(self._settings.admission, attempt.choice.prediction.tbt_s, request.slo)
+            if isinstance(verdict, Refused):
+                self._explanations.refused(request.request_id, verdict.message)
+                raise verdict.error()
 
     def _on_tokens(self, request: _Request, event: Arrived, started_s: float) -> OutputDelta | None:
         answer = request.answer
@@ -337,6 +457,19 @@ class Conductor:
             ttft_parts=parts,
         )
 
+    def _note_decoded(self, request: _Request, attempt: Attempt) -> None:
+        """Of an attempt that brought the answer to its end."""
+        num_steps = len(request.answer.token_ids) - attempt.output_idx - 1
+        decoded_s = (request.last_token_s or 0.0) - attempt.decode_started_s
+        if num_steps > 0 and decoded_s > 0:
+            outcome = Outcome(handoff_s=request.record.handoff_s or None, tbt_s=decoded_s / num_steps)
+            self._explanations.happened(request.request_id, attempt.epoch, attempt.choice, outcome)
+
+    def _note_length(self, request: _Request) -> None:
+        answer = request.answer
+        is_cut = answer.finish_reason is FinishReason.LENGTH
+        self._lengths.observe(request.tenant.name, len(answer.token_ids), is_cut=is_cut)
+
     def _ttft_parts(self, request: _Request, event: Arrived, stage: PrefillParts, started_s: float) -> TtftParts:
         """The clock is read once more, at the moment the first token leaves."""
         left_s = self.clock.now()
@@ -362,65 +495,107 @@ class Conductor:
                 self.metrics.tbt.observe((arrived_s - request.last_token_s) / num_tokens)
         request.last_token_s = arrived_s
 
-    async def _choose(self, request: _Request, *, may_wait: bool) -> Choice:
-        """Nodes for the next attempt. After a failure it waits for nodes that show a sign of life, until the deadline.
+    async def _nodes(self, request: _Request, *, may_wait: bool) -> ClusterView:
+        """What there is for the next attempt. After a failure it waits for nodes that show a sign of life, until the deadline.
 
         Raises: NoCapacity for a new request that no node can take; DeadlineExceeded.
         """
         while True:
-            nodes = self.registry.nodes
-            failed = self._failed.current(nodes, self.clock.now())
-            trusted = [node for node in nodes if node.record.node_id not in failed]
-            capable = capable_nodes(trusted, model_id=self._settings.model_id)
-            if isinstance(capable, NoChoice) and not may_wait:
-                capable = capable_nodes(nodes, model_id=self._settings.model_id)
-                if isinstance(capable, NoChoice):
-                    raise NoCapacity(f"no request can be served now: {capable.reason}")
-            if isinstance(capable, Capable):
-                return self._choose_among(capable, request)
-            request.deadline.check(f"waiting for nodes to continue on ({capable.reason})")
+            view = self._placement.view(trusting=not may_wait)
+            if isinstance(view, ClusterView):
+                return view
+            if not may_wait:
+                raise NoCapacity(f"no request can be served now: {view.reason}")
+            request.deadline.check(f"waiting for nodes to continue on ({view.reason})")
             await self.registry.wait_for_read(request.deadline)
 
-    def _choose_among(self, capable: Capable, request: _Request) -> Choice:
-        layout = _layout(capable.layout_json)
-        token_ids = np.concatenate([request.prompt, np.asarray(request.answer.token_ids, np.uint32)])
-        root = root_hash(_digest(capable.layout_json), request.cache_salt)
-        hashes: list[BlockHash] = hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root)
-        need = Need(
+    async def _hits(self, request: _Request, view: ClusterView) -> Mapping[str, int]:
+        """Leading blocks that each store node holds."""
+        token_ids, block_tokens = request.token_ids, view.layout.block_tokens
+        root = root_hash(view.layout.digest(), request.cache_salt)
+        if len(token_ids) <= INLINE_HASH_TOKENS:
+            request.hashes = hash_blocks(token_ids, block_tokens=block_tokens, root=root)
+        else:
+            request.hashes = await asyncio.to_thread(hash_blocks, token_ids, block_tokens=block_tokens, root=root)
+        if self._known_tokens is not None:
+            self._known_tokens.note(request.hashes, token_ids, block_tokens=block_tokens)
+        hits = self._index.hit_blocks(request.hashes)
+        self._hot_blocks.note(root, request.hashes, hits)
+        return hits
+
+    def _choose(self, request: _Request, view: ClusterView, hits: Mapping[str, int]) -> Choice:
+        return self._placement.choose(view, self._need(request), hits)
+
+    def _need(self, request: _Request) -> Need:
+        return Need(
             request_id=request.node_request_id,
+            prompt_tokens=len(request.prompt) + len(request.answer.token_ids),
+            expected_output_tokens=round(request.expected_output.mean),
             max_tokens_in_cache=len(request.prompt) + request.sampling.max_tokens,
+            slo=request.slo_left(self.clock.now()),
             avoid=request.avoid,
-        )
-        read_s = {node.record.node_id: node.read_s for node in self.registry.nodes}
-        return choose(
-            capable,
-            need,
-            hit_blocks=self._index.hit_blocks(hashes),
-            own=self._in_flight.unreported(read_s),
-            block_tokens=layout.block_tokens,
+            may_prefill_locally=request.may_prefill_locally,
+            queue_share=self._turns.queue_share(request.tenant.share(request.priority)),
         )
 
-    def _new_attempt(self, request: _Request, spec: AttemptSpec, choice: Choice) -> Attempt:
+    def _admit(self, request: _Request, view: ClusterView, choice: Choice) -> None:
+        """Raises: Rejected when the request's SLO would not be met."""
+        now_s = self.clock.now()
+        waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(request.tenant.share(request.priority))
+        prediction = dataclasses.replace(choice.prediction, queue_s=choice.prediction.queue_s + waits_s)
+        verdict = judge(
+            self._settings.admission,
+            prediction,
+            request.slo_left(now_s),
+            prompt_tokens=len(request.prompt),
+            pool=pool_of(view) if request.sampling.max_tokens > 1 else None,
+            forecast=self._forecast,
+            now_s=now_s,
+        )
+        if isinstance(verdict, Refused):
+            self._explanations.refused(request.request_id, verdict.message)
+            raise verdict.error()
+        self._forecast.add(
+            request.node_request_id,
+            starts_s=now_s + verdict.ttft_s,
+            decode_s=request.expected_output.mean * verdict.tbt_s,
+            overrun_s=request.expected_output.overrun * verdict.tbt_s,
+        )
+
+    def _start(self, request: _Request, epoch: int, view: ClusterView, choice: Choice) -> Attempt:
+        request.is_local = choice.prefill is None
+        spec = self._spec(request, epoch)
         log.info(
             "request dispatched",
             request_id=request.request_id,
             node_request_id=request.node_request_id,
-            epoch=spec.epoch,
+            epoch=epoch,
             prompt_tokens=len(request.prompt),
             hit_blocks=choice.hit_blocks,
-            prefill=choice.prefill.node_id,
-            decode=choice.decode.node_id if spec.has_more_tokens else "none: one token",
+            prefill="none: decode does it" if choice.prefill is None else choice.prefill.node_id,
+            decode=choice.decode.node_id if spec.has_more_tokens or choice.prefill is None else "none: one token",
+            ttft_s=choice.prediction.ttft_s,
         )
-        return Attempt(
+        attempt = Attempt(
             spec,
             choice,
             session=self._sessions.get(choice.decode),
-            prefill_channel=self._channel(choice.prefill),
+            prefill_channel=None if choice.prefill is None else self._channel(choice.prefill),
             leases=self._leases,
             background=self._background,
             record=request.record,
             clock=self.clock,
         )
+        attempt.start()
+        self._explanations.chosen(request.request_id, epoch, choice)
+        sent = choice.sent(
+            self._need(request),
+            block_bytes=view.layout.block_bytes,
+            needs_decode=spec.has_more_tokens,
+            now_s=attempt.started_s,
+        )
+        self._placement.sent(f"{request.node_request_id} {epoch}", sent)
+        return attempt
 
     async def _recover(self, request: _Request, failure: AttemptFailed, epoch: int) -> None:
         """Return when the next attempt may start. Raises: the error that the client gets."""
@@ -428,11 +603,13 @@ class Conductor:
         num_alternatives = 0
         if failed_node is not None:
             if isinstance(failure.error, NodeLost):
-                self._failed.note(failed_node.record.node_id, failed_node.record.boot_id, self.clock.now())
+                self._placement.failed.note(failed_node.record.node_id, failed_node.record.boot_id, self.clock.now())
             num_alternatives = sum(
                 node.alive and node.record.role == failed_node.record.role and node.record.node_id not in request.avoid
                 for node in self.registry.nodes
             ) - (failed_node.alive and failed_node.record.node_id not in request.avoid)
+        if isinstance(failure.error, Declined):
+            self._note_declined(request, failure, num_alternatives)
         decision = after_failure(
             failure, attempt=epoch, max_attempts=self._settings.max_attempts, num_alternatives=num_alternatives
         )
@@ -459,6 +636,39 @@ class Conductor:
         request.deadline.check(f"recovering from: {failure.error}")
         request.record.add("recover", start_s, self.clock.now())
 
+    def _spec(self, request: _Request, epoch: int) -> AttemptSpec:
+        slo = request.slo_left(self.clock.now())
+        if request.answer.token_ids or self._settings.admission not in ("early", "predictive"):
+            # Nobody looks at the bound again: the mode does not, and an answer that has begun is brought to its end.
+            slo = Slo(ttft_s=slo.ttft_s)
+        return AttemptSpec(
+            request_id=request.node_request_id,
+            epoch=epoch,
+            token_ids=request.token_ids,
+            output_idx=len(request.answer.token_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            deadline=request.deadline,
+            tenant=request.tenant.name,
+            tenant_weight=request.tenant.weight,
+            priority=request.priority,
+            slo=slo,
+        )
+
+    def _note_declined(self, request: _Request, failure: AttemptFailed, num_alternatives: int) -> None:
+        """Raises: Rejected when there is no other decode instance to ask."""
+        if request.is_local:
+            # Who has no time to prefill may still have it to decode.
+            request.may_prefill_locally = False
+            return
+        if num_alternatives == 0:
+            raise Rejected(
+                f"no decode instance keeps the bound on the time between tokens; the last one says: {failure.error}",
+                reason=RejectReason.TBT_SLO,
+            ) from failure
+        if failure.node_id is not None:
+            request.avoid.add(failure.node_id)
+
     def _channel(self, record: NodeRecord) -> grpc.aio.Channel:
         """The channel to a prefill group; one per node, replaced when the node has moved."""
         known = self._channels.get(record.node_id)
@@ -477,30 +687,3 @@ class Conductor:
             self._idle.clear()
         else:
             self._idle.set()
-
-
-def _attempt_spec(request: _Request, epoch: int) -> AttemptSpec:
-    sent = request.answer.token_ids
-    return AttemptSpec(
-        request_id=request.node_request_id,
-        epoch=epoch,
-        token_ids=np.concatenate([request.prompt, np.asarray(sent, np.uint32)]),
-        output_idx=len(sent),
-        sampling=request.sampling,
-        cache_salt=request.cache_salt,
-        deadline=request.deadline,
-        tenant="",
-        tenant_weight=1.0,
-        priority=0,
-        slo=Slo(),
-    )
-
-
-@lru_cache(maxsize=16)
-def _layout(layout_json: str) -> KVLayout:
-    return KVLayout.from_json(layout_json)
-
-
-@lru_cache(maxsize=16)
-def _digest(layout_json: str) -> bytes:
-    return _layout(layout_json).digest()

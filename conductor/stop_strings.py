@@ -17,6 +17,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> str:
         """Add text; returns the part that is final. A match cuts before the stop string that begins first."""
+        if not self._stop:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType
 
+from conductor.cost import Slo
+from conductor.tenants import MAX_PRIORITY, OPEN_TENANT, Tenant
 from conductor.tokenizer import ChatMessage, read_json
 from moontide.errors import BadRequest, ModelError, PromptTooLong
 from moontide.sampling_params import SamplingParams
@@ -72,6 +75,40 @@ class GenerateParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """How a request asks to be served, whatever it computes; None: as its tenant is."""
+
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_slo_s", "tbt_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BadRequest(f"{name}={value} must be a number of seconds above 0", param=name)
+        if self.priority is not None and self.priority < -MAX_PRIORITY:
+            raise BadRequest(f"priority={self.priority} must be at least -{MAX_PRIORITY}", param="priority")
+
+    def slo(self, tenant: Tenant) -> Slo:
+        return Slo(
+            ttft_s=tenant.ttft_slo_s if self.ttft_slo_s is None else self.ttft_slo_s,
+            tbt_s=tenant.tbt_slo_s if self.tbt_slo_s is None else self.tbt_slo_s,
+        )
+
+    def priority_of(self, tenant: Tenant) -> int:
+        """Raises: BadRequest for a higher class than the tenant has."""
+        if self.priority is None:
+            return tenant.priority
+        if self.priority > tenant.priority:
+            raise BadRequest(
+                f"priority={self.priority} is above that of tenant {tenant.name}; ask for at most {tenant.priority}",
+                param="priority",
+            )
+        return self.priority
+
+
+@dataclass(frozen=True, kw_only=True)
 class Submission:
     """A request as an adapter hands it over."""
 
@@ -80,6 +117,12 @@ class Submission:
     params: GenerateParams
     arrival_s: float
     """On the conductor's clock."""
+    tenant: Tenant = OPEN_TENANT
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    """Class; a higher one is served first."""
+    idempotency_key: str = ""
+    """"": a repetition of this request is another request."""
 
 
 @dataclass(frozen=True, kw_only=True)

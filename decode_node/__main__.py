@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from decode_node.config import DecodeNodeConfig
@@ -12,12 +11,14 @@ from decode_node.service import serve
 from moontide.config import load_service_config, to_tree
 from moontide.errors import MoontideError
 from moontide.log import get_logger, setup_logging
+from moontide.roles import run_program
 from moontide.service import run_service
 
 log = get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Raises: RoleChange when the process is to go on as a prefill stage."""
     config = load_service_config(
         DecodeNodeConfig, argv, "A decode node: streams tokens of prompts that others prefilled."
     )
@@ -31,4 +32,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

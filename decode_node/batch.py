@@ -12,6 +12,8 @@ request never runs out; a started request may take them from one that nothing ca
 request keeps its pages until no get and no forward of it is open (the fence): until then somebody may still write into them.
 A request may be ready and run while its last pull is open (make_ready); if that misses a block, it pulls again.
 Pages of an ended request that are written back to the store are kept for that, while they keep nobody waiting for long (may_drop_write).
+A request whose prompt is computed here starts when its prefix hit is known and pulls only that; the pages of its prompt may be put
+while it runs (begin_prompt_write).
 
 Blocks of one request:  [0, num_taken) given to a pull at least once | [.., num_available) may be pulled | not sealed yet
 """
@@ -47,7 +49,7 @@ class Entry:
 
     key: RequestKey
     num_blocks: int
-    """Blocks of the prompt, the partial one included."""
+    """Blocks that come from the store: those of the prompt, the partial one included, or its prefix hit if the rest is computed here."""
     num_pages: int
     """Pages for the prompt and every token that may follow."""
     phase: Phase = Phase.WAITING_PAGES
@@ -65,6 +67,8 @@ class Entry:
     """The step loop has it, or may still have it."""
     write_open: bool = False
     """What is left of its pages is on its way into the store."""
+    prompt_write_pages: Sequence[int] = ()
+    """Pages of its prompt that are on their way into the store, whether it runs or not."""
 
     @property
     def pull_open(self) -> bool:
@@ -72,13 +76,13 @@ class Entry:
 
     @property
     def is_pulled(self) -> bool:
-        """Whether the whole prompt is in the pages."""
+        """Whether all that comes from the store is in the pages."""
         return self.num_pulled == self.num_blocks
 
     @property
     def is_fenced(self) -> bool:
         """Whether somebody may still touch its pages."""
-        return self.pull_open or self.step_open or self.write_open
+        return self.pull_open or self.step_open or self.write_open or bool(self.prompt_write_pages)
 
 
 class Batch:
@@ -110,6 +114,10 @@ class Batch:
     def may_drop_write(self) -> bool:
         """Whether requests wait for pages while write-backs hold more than their share."""
         return bool(self._waiting) and self.num_write_pages > self.num_pages // _WRITE_SHARE
+
+    def has_room_for(self, num_pages: int) -> bool:
+        """Whether a request would get its pages at once."""
+        return not self._waiting and num_pages <= self.num_free_pages
 
     @property
     def num_entries(self) -> int:
@@ -158,6 +166,19 @@ class Batch:
         entry = self._entries[key]
         entry.started = True
         entry.num_available = entry.num_blocks
+
+    def start_local(self, key: RequestKey, num_blocks: int) -> None:
+        """The request computes its prompt after the first `num_blocks` blocks, and runs once these are in its pages."""
+        self._entries[key].num_blocks = num_blocks
+        self.start(key)
+
+    def shorten(self, key: RequestKey, num_blocks: int) -> None:
+        """The blocks from `num_blocks` on, of which the last pull missed some, do not come: the request computes them as well."""
+        entry = self._entries[key]
+        assert not entry.pull_open, f"a pull of {key} is open"
+        assert num_blocks == min(entry.missing), f"{key} is cut at a block that is there"
+        entry.missing.clear()
+        entry.num_blocks = entry.num_available = entry.num_taken = entry.num_pulled = num_blocks
 
     def admit(self) -> list[RequestKey]:
         """Give pages to waiting requests, in order, until the next one does not fit; returns those that got theirs.
@@ -271,15 +292,33 @@ class Batch:
         entry.step_open = False
         self._num_in_steps -= 1
 
+    def begin_prompt_write(self, key: RequestKey, pages: Sequence[int]) -> None:
+        """Puts may read these pages, in which no step writes any more, until `prompt_write_done`."""
+        entry = self._entries[key]
+        assert pages, f"nothing of {key} is written"
+        assert not entry.prompt_write_pages, f"the prompt of {key} is written already"
+        assert set(pages) <= set(entry.pages), f"{key} does not hold the pages that are written"
+        entry.prompt_write_pages = pages
+
+    def prompt_write_done(self, key: RequestKey) -> None:
+        """No put of the prompt's pages is open, and none will come."""
+        entry = self._entries[key]
+        assert entry.prompt_write_pages, f"the prompt of {key} is not written"
+        entry.prompt_write_pages = ()
+        if entry.phase is Phase.ENDED:
+            self._forget_unless_fenced(entry)
+
     def keep_for_write(self, key: RequestKey, pages: Sequence[int]) -> None:
-        """Of a request that no step computes any more, keep these pages until `write_done`, and no others; again for fewer."""
+        """Of a request that no step computes any more, keep these pages until `write_done`, and others only for puts of its prompt
+        that are open; again for fewer.
+        """
         entry = self._entries[key]
         assert entry.is_pulled, f"{key} is written back and its prompt is not in the pages"
-        kept = set(pages)
+        kept = {*pages, *entry.prompt_write_pages}
         assert kept <= set(entry.pages), f"{key} does not hold the pages that are written back"
         entry.write_open = True
         self._pages.free([page for page in entry.pages if page not in kept])
-        entry.pages = list(pages)
+        entry.pages = [page for page in entry.pages if page in kept]
 
     def write_done(self, key: RequestKey) -> None:
         """No put of the request's pages is open, and none will come."""
@@ -334,6 +373,7 @@ class Batch:
 def _check_entry(entry: Entry) -> None:
     waiting, ended = entry.phase is Phase.WAITING_PAGES, entry.phase is Phase.ENDED
     assert not entry.write_open or ended, f"{entry.key} is written back before its end"
+    assert set(entry.prompt_write_pages) <= set(entry.pages), f"pages of {entry.key} are free and are written"
     assert entry.write_open or len(entry.pages) == (0 if waiting else entry.num_pages)
     assert not ended or entry.is_fenced, f"{entry.key} ended and is still there"
     assert ended or entry.step_open == (entry.phase is Phase.RUNNING)

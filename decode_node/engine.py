@@ -1,8 +1,11 @@
-"""StepLoop: the one thread that computes. Every step is one forward with one token of each running request.
+"""StepLoop: the one thread that computes. Every step is one forward: a token of each running request, chunks of prompts beside them.
 
     loop:  take commands (joins and leaves happen here, between steps)
-           forward -> sample -> report the tokens
+           plan the chunks (step_plan.py) -> forward -> sample -> report the tokens
            requests that ended leave by themselves, and so do those whose K/V was not there in time
+
+A request comes with the tokens whose K/V is still to be computed: the first token of its answer, or the part of its prompt that
+this node prefills. Once they are fed the next token is drawn, by the same rule as everywhere.
 
 A request may join while the last layer groups of its K/V are still being copied: its first step waits for each of them where it
 needs it, for GATE_TIMEOUT_S at most, since everybody in the step waits with it.
@@ -10,7 +13,7 @@ needs it, for GATE_TIMEOUT_S at most, since everybody in the step waits with it.
 Commands come over one bounded queue from the event loop; what happened goes back through `report`. The loop knows pages,
 tokens and sampling; it knows neither sessions nor the store.
 
-Tensor shapes: T = B running requests, V vocabulary.
+Tensor shapes: T rows of all segments, R requests that get a token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from dataclasses import dataclass
 import torch
 
 from decode_node.layer_gate import LayerGate
+from decode_node.step_plan import PromptPart, plan_chunks
 from kvstore.pool import RequestKey
 from model_runner.runner import Runner, Segment
 from model_runner.sampling import sample
 from moontide.clock import Clock
 from moontide.errors import Internal
 from moontide.log import get_logger
+from moontide.perf_model import StepModel, StepShape
 from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
 
 GATE_TIMEOUT_S = 0.04
@@ -45,12 +50,13 @@ class Join:
     pages: Sequence[int]
     """Cover every position that may follow."""
     position: int
-    """Where `token_id` belongs."""
-    token_id: int
-    """The last token drawn so far; its K/V is not computed yet."""
+    """Where the first of `token_ids` belongs."""
+    token_ids: Sequence[int]
+    """Tokens whose K/V is to be computed: one that was drawn before, or what is left of a prompt."""
     output_idx: int
-    """Index of `token_id` in the request's output."""
+    """Index in the request's output of the token that is drawn after them."""
     sampling: SamplingParams
+    tbt_slo_s: float | None
     gate: LayerGate | None
 
 
@@ -73,15 +79,19 @@ class NewToken:
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
     tokens: Sequence[NewToken]
+    chunks: Sequence[tuple[RequestKey, int]]
+    """Prompts that got on by so many tokens and not to their end."""
     late: Sequence[RequestKey]
-    """Got no token because their K/V was not there in time, and have left the loop."""
+    """Got nothing because their K/V was not there in time, and have left the loop."""
     started_at_s: float
     ended_at_s: float
+    shape: StepShape | None
+    """What was computed; None if the step waited for K/V, so that its time says nothing."""
 
 
 @dataclass(frozen=True)
 class StepFailed:
-    """A step raised: every request in it has left the loop without a token."""
+    """A step raised: every running request has left the loop without a token."""
 
     keys: Sequence[RequestKey]
     error: Internal
@@ -99,25 +109,60 @@ StepReport = StepDone | StepFailed | Left
 
 @dataclass
 class _Slot:
-    """A running request: `token_id` is fed next, at `position`."""
+    """A running request: `token_ids` are fed next, from `position` on."""
 
     key: RequestKey
     pages: Sequence[int]
     position: int
-    token_id: int
+    token_ids: Sequence[int]
     output_idx: int
+    """Of the token that is drawn next."""
     sampling: SamplingParams
+    tbt_slo_s: float | None
     gate: LayerGate | None
     """Until its first step is over."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it may share its tokens out over several steps."""
+        return len(self.token_ids) > 1
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A request's part of a step."""
+
+    slot: _Slot
+    num_tokens: int
+
+    @property
+    def gets_token(self) -> bool:
+        return self.num_tokens == len(self.slot.token_ids)
 
 
 class StepLoop:
     """Runs the batch. `submit` and `close` belong to the event loop, everything else to the compute thread."""
 
-    def __init__(self, runner: Runner, *, max_batch: int, clock: Clock, report: Callable[[StepReport], None]) -> None:
-        """`report` is called in the compute thread, in the order of what happened."""
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_batch: int,
+        chunk_tokens: int,
+        step_model: Callable[[], StepModel | None],
+        clock: Clock,
+        report: Callable[[StepReport], None],
+    ) -> None:
+        """
+        Args:
+            chunk_tokens: most prompt tokens of a step.
+            step_model: asked before every step with a prompt, in the compute thread.
+            report: called in the compute thread, in the order of what happened.
+        """
         self._runner = runner
         self._max_context = runner.info.max_context
+        self._chunk_tokens = chunk_tokens
+        self._step_model = step_model
         self._clock = clock
         self._report = report
         # One Join and one Leave for each of max_batch requests, and the end: it never fills up.
@@ -162,40 +207,59 @@ class StepLoop:
                     command.key,
                     command.pages,
                     command.position,
-                    command.token_id,
+                    command.token_ids,
                     command.output_idx,
                     command.sampling,
+                    command.tbt_slo_s,
                     command.gate,
                 )
 
     def _step(self) -> None:
-        slots = list(self._slots.values())
+        work = self._plan()
         started_at_s = self._clock.now()
+        is_gated = any(each.slot.gate is not None for each in work)
+        shape = StepShape.of_chunks((each.num_tokens, each.slot.position) for each in work)
         try:
-            tokens = self._forward(slots)
+            tokens, late = self._forward(work)
         except Exception as error:
-            log.exception("step failed", requests=len(slots))
+            keys = list(self._slots)
+            log.exception("step failed", requests=len(keys))
             self._slots.clear()
-            self._report(
-                StepFailed(
-                    [slot.key for slot in slots], Internal(f"decode step failed: {type(error).__name__}: {error}")
-                )
-            )
+            self._report(StepFailed(keys, Internal(f"decode step failed: {type(error).__name__}: {error}")))
             return
-        late = [slot.key for slot in slots if slot.key not in tokens]
         for key in late:
             del self._slots[key]
+        in_time = [each for each in work if each.slot.key not in late]
+        chunks = [(each.slot.key, each.num_tokens) for each in in_time if not each.gets_token]
         done = StepDone(
-            tokens=[self._advance(slot, tokens[slot.key]) for slot in slots if slot.key in tokens],
-            late=late,
+            chunks=chunks,
+            tokens=[new for each in in_time if (new := self._advance(each, tokens.get(each.slot.key))) is not None],
+            late=sorted(late),
             started_at_s=started_at_s,
             ended_at_s=self._clock.now(),
+            shape=None if is_gated else shape,
         )
         self._report(done)
 
-    def _forward(self, slots: Sequence[_Slot]) -> dict[RequestKey, SampledToken]:
-        """The next token of every request whose K/V is there in time."""
-        gates = {slot.key: slot.gate for slot in slots if slot.gate is not None}
+    def _plan(self) -> list[_Work]:
+        """Who takes part in the next step, with how many tokens."""
+        work = [_Work(slot, 1) for slot in self._slots.values() if not slot.is_prompt]
+        prompts = [slot for slot in self._slots.values() if slot.is_prompt]
+        if not prompts:
+            return work
+        slos = [each.slot.tbt_slo_s for each in work if each.slot.tbt_slo_s is not None]
+        chunks = plan_chunks(
+            [PromptPart(slot.position, slot.position + len(slot.token_ids)) for slot in prompts],
+            StepShape.of_chunks((1, each.slot.position) for each in work),
+            model=self._step_model(),
+            chunk_tokens=self._chunk_tokens,
+            tbt_slo_s=min(slos, default=None),
+        )
+        return work + [_Work(slot, tokens) for slot, tokens in zip(prompts, chunks, strict=True) if tokens]
+
+    def _forward(self, work: Sequence[_Work]) -> tuple[dict[RequestKey, SampledToken], set[RequestKey]]:
+        """The next token of every request that gets one, and the requests whose K/V was not there in time."""
+        gates = {each.slot.key: each.slot.gate for each in work if each.slot.gate is not None}
         left_s = GATE_TIMEOUT_S
         late: set[RequestKey] = set()
 
@@ -207,34 +271,51 @@ class StepLoop:
                     late.add(key)
                 left_s = max(0.0, until_s - self._clock.now())
 
-        logits_BV = self._runner.forward(
-            [Segment(start=slot.position, num_tokens=1, pages=slot.pages, wants_logits=True) for slot in slots],
-            token_ids_T=torch.tensor([slot.token_id for slot in slots], dtype=torch.int64),
+        segments = [
+            Segment(
+                start=each.slot.position,
+                num_tokens=each.num_tokens,
+                pages=each.slot.pages,
+                wants_logits=each.gets_token,
+            )
+            for each in work
+        ]
+        token_ids = [token_id for each in work for token_id in each.slot.token_ids[: each.num_tokens]]
+        logits_RV = self._runner.forward(
+            segments,
+            token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
             before_layer_group=before_layer_group if gates else None,
         )
         # The rows of the others are right whatever is in the pages of the late ones; theirs may be no numbers at all.
-        rows = [row for row, slot in enumerate(slots) if slot.key not in late]
+        drawing = [each.slot for each in work if each.gets_token]
+        rows = [row for row, slot in enumerate(drawing) if slot.key not in late]
         if not rows:
-            return {}
-        in_time = [slots[row] for row in rows]
+            return {}, late
+        in_time = [drawing[row] for row in rows]
         tokens = sample(
-            logits_BV[rows] if late else logits_BV,
+            logits_RV[rows] if len(rows) < len(drawing) else logits_RV,
             [slot.sampling for slot in in_time],
-            [slot.output_idx + 1 for slot in in_time],
+            [slot.output_idx for slot in in_time],
         )
-        return {slot.key: token for slot, token in zip(in_time, tokens, strict=True)}
+        return {slot.key: token for slot, token in zip(in_time, tokens, strict=True)}, late
 
-    def _advance(self, slot: _Slot, token: SampledToken) -> NewToken:
-        slot.position += 1
-        slot.output_idx += 1
-        slot.token_id = token.token_id
+    def _advance(self, work: _Work, token: SampledToken | None) -> NewToken | None:
+        """The tokens of a request are fed; `token` was drawn, if they were the last ones."""
+        slot = work.slot
+        slot.position += work.num_tokens
         slot.gate = None
+        if token is None:
+            slot.token_ids = slot.token_ids[work.num_tokens :]
+            return None
+        output_idx = slot.output_idx
+        slot.token_ids = [token.token_id]
+        slot.output_idx += 1
         reason = finish_reason(
-            slot.sampling, token.token_id, slot.output_idx, position=slot.position, max_context=self._max_context
+            slot.sampling, token.token_id, output_idx, position=slot.position, max_context=self._max_context
         )
         if reason is not None:
             del self._slots[slot.key]
-        return NewToken(key=slot.key, token=token, output_idx=slot.output_idx, finish_reason=reason)
+        return NewToken(key=slot.key, token=token, output_idx=output_idx, finish_reason=reason)
 
 
 def finish_reason(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.batch import Batch, Phase
-from moontide.metrics import LATENCY_BUCKETS_S
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
 
 
 class DecodeMetrics:
@@ -44,8 +44,8 @@ class DecodeMetrics:
         )
         self.write_backs = Counter(
             "decode_write_backs",
-            "Write-backs of ended requests, by outcome: written, cached (all was there), dropped (pages were needed), full, "
-            "too_large (the store has no room), or the name of the error.",
+            "Write-backs of ended requests, and of prompts computed here, by outcome: written, cached (all was there), dropped (pages "
+            "were needed), full, too_large (the store has no room), or the name of the error.",
             ["outcome"],
             registry=registry,
         )
@@ -55,6 +55,27 @@ class DecodeMetrics:
             "decode_write_back_seconds", "End of a request to the release of its write-back."
         )
         self.pull_seconds = histogram("decode_pull_seconds", "One pull: all layer groups of a few blocks.")
+        self.step_prediction_error = Histogram(
+            "decode_step_prediction_error",
+            "Predicted over measured time of a step, minus 1.",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.local_prefill_seconds = histogram(
+            "decode_local_prefill_seconds", "A prompt that was computed here: its first chunk to its first token."
+        )
+        self.local_prefill_prediction_error = Histogram(
+            "decode_local_prefill_prediction_error",
+            "Predicted over measured compute time of a prompt, minus 1.",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.local_prefill_tokens = Counter(
+            "decode_local_prefill_tokens",
+            "Tokens of prompts that were prefilled here, by where their KV came from: hit (the store) or computed.",
+            ["source"],
+            registry=registry,
+        )
 
     def watch(self, batch: Batch) -> None:
         """Show the state of `batch` at every scrape."""

@@ -7,6 +7,10 @@ Lives on the event loop and owns all state; the two threads get commands and sen
     events   (service.py) <-------+  +------------------------ Outbox <--------------------------------+
                                   +--WriteJob--> WriteBacks (write_back.py), when an answer is over
 
+A prompt that this node prefills itself takes no command after its Open:
+
+    Open | pin its prefix hit (prompt_pins.py) | pull that | chunks in the batch's steps | first token, write the prompt | as any other
+
 Nothing here blocks, so a cancel takes effect at once; the pages of what a thread still touches follow with its report.
 """
 
@@ -16,7 +20,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,9 +29,16 @@ from decode_node.batch import Batch, Phase
 from decode_node.config import DecodeConfig
 from decode_node.engine import Join, Leave, Left, NewToken, StepDone, StepFailed, StepLoop, StepReport, finish_reason
 from decode_node.kv_pull import PullArriving, PullDone, PullJob, PullThread, blocks_per_job
+from decode_node.load import Load
+from decode_node.local_prefill import LocalPrefill
 from decode_node.metrics import DecodeMetrics
 from decode_node.outbox import Outbox
-from decode_node.write_back import StoreNodes, WriteBacks, WriteJob
+from decode_node.prompt_pins import PinnedPrompt, PromptPins
+from decode_node.request import Request
+from decode_node.session import ConductorSession, Failed, Finished, OpenRequest, Pulled, Tokens, WorkSpan
+from decode_node.step_times import StepTimes
+from decode_node.stores import StoreNodes
+from decode_node.write_back import WriteBacks, WriteJob
 from kvstore.block import BlockHash, hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.keys import LOCAL_NODE_ID, check_request_id
@@ -40,135 +51,22 @@ from moontide.errors import (
     BlockMissing,
     Cancelled,
     DeadlineExceeded,
+    Declined,
     MoontideError,
     NodeLost,
     PromptTooLong,
 )
 from moontide.log import get_logger
-from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
+from moontide.perf_model import StepModel
+from moontide.sampling_params import FinishReason, SampledToken
 from moontide.token_ids import TokenArray
 
 _OUTBOX_REPORTS = 256
-_SESSION_EVENTS = 16_384
-"""A conductor that is so many events behind does not read any more."""
 _FIRST_RETRY_S = 0.005
 _MAX_RETRY_S = 0.1
 _EARLY_S = 0.02
 """A request joins before its last layer groups are there if they are expected so soon (docs/decisions/009-decode-joins-when.md)."""
-_SAME_BAR_S = 0.01
-"""Pulls of one request that follow each other so closely are one bar of its timeline."""
-
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenRequest:
-    """A prompt whose K/V prefill computes, and what is to be decoded after it."""
-
-    token_ids: TokenArray
-    sampling: SamplingParams
-    output_idx: int
-    """Output index of the token that prefill draws."""
-    cache_salt: str
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkSpan:
-    """One bar of the request's timeline; the start counts from its Open."""
-
-    name: str
-    start_s: float
-    duration_s: float
-    first_token: int = 0
-    num_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pulled:
-    """Every byte of the prompt's K/V is in pages."""
-
-    key: RequestKey
-    wait_pages_s: float
-    handoff_s: float
-    spans: Sequence[WorkSpan]
-    age_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    key: RequestKey
-    token: SampledToken
-    output_idx: int
-    spans: Sequence[WorkSpan]
-    age_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    key: RequestKey
-    reason: FinishReason
-    stop_token_id: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    key: RequestKey
-    error: MoontideError
-
-
-DecodeEvent = Pulled | Tokens | Finished | Failed
-
-
-class ConductorSession:
-    """The way back to one conductor. When it is closed, its requests are dropped."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue(_SESSION_EVENTS)
-        self.overflow = asyncio.Event()
-        """Set when the conductor does not read its events: the session must end."""
-
-    def send(self, event: DecodeEvent) -> None:
-        try:
-            self.events.put_nowait(event)
-        except asyncio.QueueFull:
-            self.overflow.set()
-
-
-@dataclass
-class _Request:
-    """A request that has not ended. What it holds is in the Batch."""
-
-    key: RequestKey
-    session: ConductorSession
-    sampling: SamplingParams
-    output_idx: int
-    prompt_tokens: int
-    refs: Sequence[BlockRef]
-    """One per block of the prompt; the last may be the partial one. Their holder is not known before they are sealed."""
-    root: BlockHash
-    """Of the chain of `refs`."""
-    tail_ids: list[int]
-    """Tokens after the last full block of the prompt, and those of the answer so far. The K/V of the last one is never computed."""
-    opened_at_s: float
-    deadline: asyncio.TimerHandle
-    holder: str = LOCAL_NODE_ID
-    """Node id of the store process that accounts the blocks."""
-    pages_at_s: float = 0.0
-    started_at_s: float = 0.0
-    pulled_at_s: float = 0.0
-    first_token: SampledToken | None = None
-    job: PullJob | None = None
-    is_arriving: bool = False
-    """The first layer groups of the open pull are there, and the others will be soon."""
-    is_pulled: bool = False
-    """Everything is in the pages, and the conductor knows."""
-    retry: asyncio.TimerHandle | None = None
-    num_retries: int = 0
-    missing_since_s: float | None = None
-    spans: list[WorkSpan] = field(default_factory=list)
-    has_tokens: bool = False
-    store_address: str = ""
 
 
 class DecodeRequests:
@@ -184,7 +82,9 @@ class DecodeRequests:
         config: DecodeConfig,
         clock: Clock,
         metrics: DecodeMetrics,
+        step_model: StepModel | None = None,
     ) -> None:
+        """`step_model`: how long a step takes, where that is known beforehand."""
         self.batch = Batch(num_pages=runner.kv.num_pages, max_batch=config.max_batch, max_queue=config.max_queue)
         self._info = runner.info
         self._layout = layout
@@ -195,7 +95,19 @@ class DecodeRequests:
         self._metrics = metrics
         self._outbox: Outbox[PullArriving | PullDone | StepReport] = Outbox(self._on_report, capacity=_OUTBOX_REPORTS)
         self._pulls = PullThread(client, runner.kv, clock=clock, report=self._outbox.send)
-        self._steps = StepLoop(runner, max_batch=config.max_batch, clock=clock, report=self._outbox.send)
+        self._times = StepTimes(
+            step_model, max_batch=config.max_batch, chunk_tokens=config.chunk_tokens, metrics=metrics
+        )
+        self._steps = StepLoop(
+            runner,
+            max_batch=config.max_batch,
+            chunk_tokens=config.chunk_tokens,
+            step_model=lambda: self._times.model,
+            clock=clock,
+            report=self._outbox.send,
+        )
+        self._own_store = stores.own_node_id
+        self._pins = PromptPins(self._layout_digest, stores)
         self._writes = WriteBacks(
             client,
             runner.kv,
@@ -206,7 +118,8 @@ class DecodeRequests:
             keep=self._keep_for_write,
             give_back=self._on_written,
         )
-        self._requests: dict[RequestKey, _Request] = {}
+        self._requests: dict[RequestKey, Request] = {}
+        self.load = Load(self._requests, self.batch, self._times, config)
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -237,6 +150,7 @@ class DecodeRequests:
         for request in list(self._requests.values()):
             self._end(request, None, outcome="dropped")
         await self._writes.close()
+        await self._pins.close()
         await asyncio.to_thread(self._pulls.close)
         await asyncio.to_thread(self._steps.close)
         await asyncio.sleep(0)  # the last reports were queued on this loop before the threads ended
@@ -255,7 +169,7 @@ class DecodeRequests:
         try:
             self._open(session, key, wanted)
         except MoontideError as error:
-            log.warning("request refused", request_id=key.request_id, epoch=key.epoch, code=error.code, message=error)
+            _log_error("request refused", key, error)
             self._metrics.ended.labels(error.code).inc()
             session.send(Failed(key=key, error=error))
 
@@ -264,7 +178,7 @@ class DecodeRequests:
     ) -> None:
         """The first `num_blocks` full blocks can be pulled; the store process `holder` accounts them."""
         request = self._find(session, key)
-        if request is not None:
+        if request is not None and request.local is None:
             request.holder = holder
             self.batch.seal(key, min(num_blocks, request.prompt_tokens // self._layout.block_tokens))
             self._pull(request)
@@ -283,7 +197,7 @@ class DecodeRequests:
         `store_address` is where the prompt is accounted, and the answer will be; "" stands for this host's store process.
         """
         request = self._find(session, key)
-        if request is None or request.first_token is not None:
+        if request is None or request.local is not None or request.first_token is not None:
             return
         if output_idx < request.output_idx or not 0 <= token.token_id < self._info.vocab_size:
             self._fail(
@@ -318,7 +232,7 @@ class DecodeRequests:
         if request is not None:
             self._fail(request, Cancelled("the conductor cancelled the request"))
 
-    def _find(self, session: ConductorSession, key: RequestKey) -> _Request | None:
+    def _find(self, session: ConductorSession, key: RequestKey) -> Request | None:
         """The request, if it is open and this session's; a command for any other comes late and means nothing."""
         request = self._requests.get(key)
         return request if request is not None and request.session is session else None
@@ -333,8 +247,10 @@ class DecodeRequests:
         # The last token is never fed, so its K/V needs no room.
         last_output = num_tokens + wanted.sampling.max_tokens - wanted.output_idx - 1
         num_pages = -(-min(last_output, self._info.max_context) // self._layout.block_tokens)
+        self.load.check_open(wanted, num_pages)
         self.batch.open(key, num_blocks=len(refs), num_pages=num_pages)
-        self._requests[key] = _Request(
+        store = wanted.local_prefill
+        request = self._requests[key] = Request(
             key=key,
             session=session,
             sampling=wanted.sampling,
@@ -347,9 +263,15 @@ class DecodeRequests:
             deadline=asyncio.get_running_loop().call_later(
                 wanted.timeout_s, partial(self._on_deadline, key, wanted.timeout_s)
             ),
+            tbt_slo_s=wanted.tbt_slo_s,
+            local=LocalPrefill(token_ids=wanted.token_ids) if store is not None else None,
+            holder=(store.node_id if store is not None else "") or self._own_store,
+            store_address=store.address if store is not None else "",
         )
         self._idle.clear()
         self._progress()
+        if request.local is not None:
+            self._find_hit(request)
 
     def _check(self, key: RequestKey, wanted: OpenRequest) -> None:
         check_request_id(key.request_id)
@@ -377,6 +299,8 @@ class DecodeRequests:
             raise BadRequest(f"timeout_s={wanted.timeout_s} is no number of seconds; every request has a deadline")
         if wanted.timeout_s <= 0:
             raise DeadlineExceeded(f"timeout_s={wanted.timeout_s} leaves no time; give the request a larger timeout")
+        if wanted.tbt_slo_s is not None and not wanted.tbt_slo_s > 0:
+            raise BadRequest(f"tbt_slo_s={wanted.tbt_slo_s} must be above 0 seconds; leave it out for no bound")
 
     def _block_refs(self, key: RequestKey, token_ids: TokenArray, root: BlockHash) -> list[BlockRef]:
         block_tokens = self._layout.block_tokens
@@ -396,32 +320,49 @@ class DecodeRequests:
             request = self._requests[key]
             request.pages_at_s = self._clock.now()
             self._pull(request)
+            if key in self._requests:  # else it was declined
+                self.batch.make_ready(key)
         for key in self.batch.join():
             request = self._requests[key]
             entry = self.batch.find(key)
             assert entry is not None
-            assert request.first_token is not None
+            position, token_ids, output_idx = self._feed(request)
             self._steps.submit(
                 Join(
                     key=key,
                     pages=entry.pages,
-                    position=request.prompt_tokens,
-                    token_id=request.first_token.token_id,
-                    output_idx=request.output_idx,
+                    position=position,
+                    token_ids=token_ids,
+                    output_idx=output_idx,
                     sampling=request.sampling,
+                    tbt_slo_s=request.tbt_slo_s,
                     gate=request.job.gate if request.job is not None else None,
                 )
             )
 
-    def _pull(self, request: _Request) -> None:
-        """Ask for the next blocks, unless a pull of this request is open or waits for its next try."""
-        if request.retry is not None:
+    def _feed(self, request: Request) -> tuple[int, list[int], int]:
+        """Where a request that joins goes on: position and ids of the tokens to compute, output index of the one that follows."""
+        local = request.local
+        if local is not None:
+            local.predicted_s = self.load.prefill_s(request, local.part)
+            return local.hit_tokens, local.token_ids[local.hit_tokens :].tolist(), request.output_idx
+        assert request.first_token is not None
+        return request.prompt_tokens, [request.first_token.token_id], request.output_idx + 1
+
+    def _pull(self, request: Request) -> None:
+        """Ask for the next blocks, unless a pull of this request is open or waits for its next try.
+
+        Before the first ones, the TBT SLOs are looked at again: the request may end here.
+        """
+        entry = self.batch.find(request.key)
+        assert entry is not None
+        if request.retry is not None or entry.phase is not Phase.PULLING or entry.num_available == 0:
+            return
+        if not self._admit(request):
             return
         blocks = self.batch.take_pull(request.key, limit=self._job_blocks)
         if not blocks:
             return
-        entry = self.batch.find(request.key)
-        assert entry is not None
         request.job = PullJob(
             key=request.key,
             blocks=blocks,
@@ -430,19 +371,72 @@ class DecodeRequests:
             is_urgent=entry.started,
         )
         request.is_arriving = False
+        if request.local is not None and request.local.fetch_started_s is None:
+            request.local.fetch_started_s = self._clock.now()
         self._pulls.submit(request.job)
 
-    def _check_ready(self, request: _Request) -> None:
+    def _admit(self, request: Request) -> bool:
+        """Whether the request may run, by the state of now; if not, it has ended. Asked until it may."""
+        if not request.is_admitted:
+            try:
+                self.load.check_start(request)
+            except Declined as error:
+                self._fail(request, error)
+                return False
+            request.is_admitted = True
+        return True
+
+    def _find_hit(self, request: Request) -> None:
+        """Pin the prefix hit of a prompt that is computed here, and go on with it."""
+        hashes = request.full_hashes
+        if not hashes:
+            self._start_local(request, 0)
+            return
+        prompt = PinnedPrompt(key=request.key, store_address=request.store_address, root=request.root, hashes=hashes)
+        self._pins.take(prompt, partial(self._start_local, request))
+
+    def _start_local(self, request: Request, hit_blocks: int) -> None:
+        """The store holds so many leading blocks of the prompt: pull them, compute the rest."""
+        assert request.local is not None
+        block_tokens = self._layout.block_tokens
+        # The last token is always computed: it gives the first output token.
+        hit_blocks = min(hit_blocks, (request.prompt_tokens - 1) // block_tokens)
+        request.local.set_hit(hit_blocks * block_tokens)
+        if not self._admit(request):
+            return
+        self.batch.start_local(request.key, hit_blocks)
+        self._pull(request)
+        self._check_ready(request)
+
+    def _shorten_hit(self, request: Request, hit_blocks: int) -> None:
+        """Blocks of the prefix hit did not come: what they hold is computed as well."""
+        assert request.local is not None
+        log.warning(
+            "prefix hit is shorter than promised",
+            request_id=request.key.request_id,
+            promised_tokens=request.local.hit_tokens,
+            tokens=hit_blocks * self._layout.block_tokens,
+        )
+        request.local.set_hit(hit_blocks * self._layout.block_tokens)
+        request.is_admitted = False
+        if self._admit(request):
+            self.batch.shorten(request.key, hit_blocks)
+            self._check_ready(request)
+
+    def _check_ready(self, request: Request) -> None:
         """Run the request once its step can begin; tell the conductor once nothing needs the store's copy any more."""
+        if request.key not in self._requests:
+            return  # it was declined at its first pull
         entry = self.batch.find(request.key)
         assert entry is not None
         if entry.started and entry.is_pulled and not request.is_pulled:
-            self._tell_pulled(request)
+            request.is_pulled = True
+            if request.local is None:
+                self._tell_pulled(request)
         if self.batch.make_ready(request.key, is_arriving=request.is_arriving):
             self._progress()
 
-    def _tell_pulled(self, request: _Request) -> None:
-        request.is_pulled = True
+    def _tell_pulled(self, request: Request) -> None:
         handoff_s = max(0.0, request.pulled_at_s - request.started_at_s)
         wait_pages_s = request.pages_at_s - request.opened_at_s
         self._metrics.handoff_seconds.observe(handoff_s)
@@ -486,6 +480,9 @@ class DecodeRequests:
             return
         request.job = None
         self._note_pull(request, done)
+        if done.missing and request.local is not None:
+            self._shorten_hit(request, min(done.missing))
+            return
         if done.missing:
             self._try_again(request, done)
             return
@@ -493,12 +490,14 @@ class DecodeRequests:
         self._pull(request)
         self._check_ready(request)
 
-    def _note_pull(self, request: _Request, done: PullDone) -> None:
+    def _note_pull(self, request: Request, done: PullDone) -> None:
         num_arrived = len(done.job.blocks) - len(done.missing)
         self._metrics.pull_seconds.observe(done.ended_at_s - done.started_at_s)
         self._metrics.pulled_bytes.inc(num_arrived * self._layout.block_bytes)
         self._metrics.missed_blocks.inc(len(done.missing))
         request.pulled_at_s = done.ended_at_s
+        if request.local is not None:
+            request.local.fetch_ended_s = done.ended_at_s
         if num_arrived:
             block_tokens = self._layout.block_tokens
             arrived = [block for block in done.job.blocks if block not in done.missing]
@@ -510,9 +509,9 @@ class DecodeRequests:
                 first_token=arrived[0] * block_tokens,
                 num_tokens=tokens,
             )
-            _append_span(request.spans, span)
+            request.add_span(span)
 
-    def _try_again(self, request: _Request, done: PullDone) -> None:
+    def _try_again(self, request: Request, done: PullDone) -> None:
         """A block that was sealed can be late for milliseconds; one that stays away ends the request."""
         now_s = self._clock.now()
         if request.missing_since_s is None:
@@ -526,20 +525,24 @@ class DecodeRequests:
             request.num_retries += 1
             request.retry = asyncio.get_running_loop().call_later(delay_s, self._on_retry, request)
 
-    def _block_missing(self, request: _Request, done: PullDone) -> BlockMissing:
+    def _block_missing(self, request: Request, done: PullDone) -> BlockMissing:
         return BlockMissing(
             f"the store does not have {len(done.missing)} of {len(request.refs)} blocks of the prompt (first: block "
             f"{min(done.missing)}), asked for {self._config.pull_retry_s} s (decode.pull_retry_s); the prompt must be computed again"
         )
 
-    def _on_retry(self, request: _Request) -> None:
+    def _on_retry(self, request: Request) -> None:
         request.retry = None
         self._pull(request)
 
     def _on_step(self, done: StepDone) -> None:
         self._metrics.step_seconds.observe(done.ended_at_s - done.started_at_s)
-        self._metrics.step_requests.observe(len(done.tokens))
+        self._metrics.step_requests.observe(len(done.tokens) + len(done.chunks))
         self._metrics.tokens.inc(len(done.tokens))
+        for key, num_tokens in done.chunks:
+            request = self._requests.get(key)
+            if request is not None and request.local is not None:
+                request.local.computed(num_tokens, step_started_s=done.started_at_s)
         for new in done.tokens:
             request = self._requests.get(new.key)
             if request is not None:  # else it ended during the step; Left follows
@@ -549,8 +552,10 @@ class DecodeRequests:
             if request is not None:  # else it ended during the step; Left follows
                 self._on_late(request)
         self._progress()
+        if done.shape is not None:
+            self._times.add(done.shape, done.ended_at_s - done.started_at_s)
 
-    def _on_late(self, request: _Request) -> None:
+    def _on_late(self, request: Request) -> None:
         """Blocks were not there when its step needed them: it runs again once they are."""
         self._metrics.late_joins.inc()
         request.is_arriving = False
@@ -558,11 +563,11 @@ class DecodeRequests:
         self._pull(request)
         self._check_ready(request)
 
-    def _write_back(self, request: _Request) -> None:
+    def _write_back(self, request: Request) -> None:
         """Have the blocks stored that the answer completed, before the request's pages go. The token drawn last has no K/V."""
         if not self._config.write_back:
             return
-        hashes = [ref.hash for ref in request.refs if ref.hash is not None]
+        hashes = request.full_hashes
         computed_ids = np.array(request.tail_ids[:-1], dtype=np.uint32)
         parent = hashes[-1] if hashes else request.root
         new_hashes = hash_blocks(computed_ids, block_tokens=self._layout.block_tokens, root=parent)
@@ -579,28 +584,47 @@ class DecodeRequests:
             )
         )
 
-    def _keep_for_write(self, key: RequestKey, pages: Sequence[int]) -> None:
-        self.batch.keep_for_write(key, pages)
+    def _write_prompt(self, request: Request) -> None:
+        """Have the full blocks of a prompt stored that was computed here, while its request goes on."""
+        local = request.local
+        assert local is not None
+        hashes = request.full_hashes
+        if len(hashes) * self._layout.block_tokens <= local.hit_tokens:
+            self._pins.give_back(request.key)
+            return
+        local.is_written = True
+        entry = self.batch.find(request.key)
+        assert entry is not None
+        pages = entry.pages[: len(hashes)]
+        self.batch.begin_prompt_write(request.key, pages)
+        job = WriteJob(
+            key=request.key,
+            store_address=request.store_address,
+            root=request.root,
+            hashes=hashes,
+            pages=pages,
+            is_prompt=True,
+        )
+        self._writes.submit(job, on_end=partial(self._pins.give_back, request.key))
+
+    def _keep_for_write(self, job: WriteJob, pages: Sequence[int]) -> None:
+        if not job.is_prompt:
+            self.batch.keep_for_write(job.key, pages)
+            self._progress()
+
+    def _on_written(self, job: WriteJob) -> None:
+        if job.is_prompt:
+            self.batch.prompt_write_done(job.key)
+        else:
+            self.batch.write_done(job.key)
         self._progress()
 
-    def _on_written(self, key: RequestKey) -> None:
-        self.batch.write_done(key)
-        self._progress()
-
-    def _on_token(self, request: _Request, new: NewToken, done: StepDone) -> None:
+    def _on_token(self, request: Request, new: NewToken, done: StepDone) -> None:
         request.tail_ids.append(new.token.token_id)
+        request.num_drawn += 1
         spans: list[WorkSpan] = []
-        if not request.has_tokens:
-            request.has_tokens = True
-            spans.append(
-                WorkSpan(
-                    name="first step",
-                    start_s=done.started_at_s - request.opened_at_s,
-                    duration_s=done.ended_at_s - done.started_at_s,
-                    first_token=request.prompt_tokens,
-                    num_tokens=1,
-                )
-            )
+        if request.num_drawn == 1:
+            spans = self._on_prefilled(request, done) if request.local is not None else [_first_step(request, done)]
         age_s = self._clock.now() - request.opened_at_s
         request.session.send(Tokens(key=new.key, token=new.token, output_idx=new.output_idx, spans=spans, age_s=age_s))
         if new.finish_reason is not None:
@@ -611,6 +635,28 @@ class DecodeRequests:
                 _finished(request, new.token.token_id, new.finish_reason),
                 outcome=new.finish_reason.value,
             )
+
+    def _on_prefilled(self, request: Request, done: StepDone) -> list[WorkSpan]:
+        """The last tokens of a prompt were computed here: tell what it took; returns its bars."""
+        local = request.local
+        assert local is not None
+        local.computed(local.num_left, step_started_s=done.started_at_s)
+        told = local.done(request.key, opened_s=request.opened_at_s, ended_s=done.ended_at_s)
+        self._metrics.local_prefill_seconds.observe(told.compute_s)
+        self._metrics.local_prefill_tokens.labels("hit").inc(local.hit_tokens)
+        self._metrics.local_prefill_tokens.labels("computed").inc(request.prompt_tokens - local.hit_tokens)
+        if told.predicted_s:
+            self._metrics.local_prefill_prediction_error.observe(told.predicted_s / told.compute_s - 1)
+        request.session.send(told)
+        self._write_prompt(request)
+        span = WorkSpan(
+            name="prefill",
+            start_s=done.ended_at_s - told.compute_s - request.opened_at_s,
+            duration_s=told.compute_s,
+            first_token=local.hit_tokens,
+            num_tokens=request.prompt_tokens - local.hit_tokens,
+        )
+        return [*request.spans, span]
 
     def _on_step_failed(self, failed: StepFailed) -> None:
         for key in failed.keys:
@@ -631,19 +677,15 @@ class DecodeRequests:
             ),
         )
 
-    def _fail(self, request: _Request, error: MoontideError) -> None:
+    def _fail(self, request: Request, error: MoontideError) -> None:
         if not isinstance(error, Cancelled):
-            log.warning(
-                "request failed",
-                request_id=request.key.request_id,
-                epoch=request.key.epoch,
-                code=error.code,
-                message=error,
-            )
+            _log_error("request failed", request.key, error)
         self._end(request, Failed(key=request.key, error=error), outcome=error.code)
 
-    def _end(self, request: _Request, event: Finished | Failed | None, *, outcome: str) -> None:
+    def _end(self, request: Request, event: Finished | Failed | None, *, outcome: str) -> None:
         """End a request from outside the step loop, in whatever phase it is."""
+        if request.key not in self._requests:
+            return  # the end of another one made room, and it was declined then
         entry = self.batch.find(request.key)
         if entry is not None and entry.phase is Phase.RUNNING:
             self._steps.submit(Leave(request.key))
@@ -651,7 +693,7 @@ class DecodeRequests:
         self._forget(request, event, outcome=outcome)
         self._progress()
 
-    def _forget(self, request: _Request, event: Finished | Failed | None, *, outcome: str) -> None:
+    def _forget(self, request: Request, event: Finished | Failed | None, *, outcome: str) -> None:
         """The request has ended in the batch: stop its timers, tell its conductor. Its record goes, so this happens once."""
         del self._requests[request.key]
         request.deadline.cancel()
@@ -659,6 +701,8 @@ class DecodeRequests:
             request.retry.cancel()
         if request.job is not None:
             request.job.cancelled.set()
+        if request.local is not None and not request.local.is_written:
+            self._pins.give_back(request.key)
         if event is not None:
             request.session.send(event)
         self._metrics.ended.labels(outcome).inc()
@@ -666,23 +710,21 @@ class DecodeRequests:
             self._idle.set()
 
 
-def _finished(request: _Request, token_id: int, reason: FinishReason) -> Finished:
+def _log_error(what: str, key: RequestKey, error: MoontideError) -> None:
+    """A request that is declined goes elsewhere, and nothing is wrong."""
+    write = log.info if isinstance(error, Declined) else log.warning
+    write(what, request_id=key.request_id, epoch=key.epoch, code=error.code, message=error)
+
+
+def _finished(request: Request, token_id: int, reason: FinishReason) -> Finished:
     return Finished(key=request.key, reason=reason, stop_token_id=token_id if reason is FinishReason.STOP else None)
 
 
-def _append_span(spans: list[WorkSpan], span: WorkSpan) -> None:
-    """Add a bar, or make the last one longer if this follows at once, so that a long prompt has few."""
-    if spans:
-        last = spans[-1]
-        last_end_s = last.start_s + last.duration_s
-        follows = last.first_token + last.num_tokens == span.first_token
-        if follows and span.start_s - last_end_s < _SAME_BAR_S:
-            spans[-1] = WorkSpan(
-                name=last.name,
-                start_s=last.start_s,
-                duration_s=span.start_s + span.duration_s - last.start_s,
-                first_token=last.first_token,
-                num_tokens=last.num_tokens + span.num_tokens,
-            )
-            return
-    spans.append(span)
+def _first_step(request: Request, done: StepDone) -> WorkSpan:
+    return WorkSpan(
+        name="first step",
+        start_s=done.started_at_s - request.opened_at_s,
+        duration_s=done.ended_at_s - done.started_at_s,
+        first_token=request.prompt_tokens,
+        num_tokens=1,
+    )

@@ -21,44 +21,56 @@ from prometheus_client import CollectorRegistry
 from decode_node.batch import Phase
 from decode_node.config import DecodeNodeConfig
 from decode_node.metrics import DecodeMetrics
-from decode_node.requests import (
+from decode_node.requests import DecodeRequests
+from decode_node.session import (
     ConductorSession,
     DecodeEvent,
-    DecodeRequests,
     Failed,
     Finished,
+    LocalPrefillDone,
     OpenRequest,
+    PromptStore,
     Pulled,
     Tokens,
     WorkSpan,
 )
-from decode_node.write_back import StoreNodes
+from decode_node.stores import StoreNodes
 from kvstore.client import StoreClient, StoreNodeClient
+from kvstore.hash_chain import load_hash_chain
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
 from kvstore.pool import RequestKey
 from kvstore.preflight import require_store
 from kvstore.transfer.base import AttachmentLost, Transfer
 from kvstore.transfer.mooncake import attach
+from model_runner.footprint import check_room, footprint_in_role, free_bytes
 from model_runner.kv_cache import PagedKVCache
 from model_runner.load import load_runner
-from model_runner.model_source import describe_model
+from model_runner.model_source import DescribedModel, describe_model
+from model_runner.profile import measure
+from model_runner.runner import StageRunner
 from model_runner.stage import StageSpec
 from moontide.clock import MonotonicClock
+from moontide.config import to_tree
 from moontide.errors import BadRequest, Internal, MoontideError, Rejected
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
+from moontide.perf_model import fit
 from moontide.registry import Announcer, NodeRecord
+from moontide.roles import SERVICE_NAME as NODE_SERVICE_NAME
+from moontide.roles import NodeServicer, Place, RoleSwitch, Successor, deployed
 from moontide.rpc import Server, grpc_errors
 from moontide.sampling_params import SampledToken, SamplingParams
 from moontide.token_ids import unpack_token_ids
-from moontide_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from moontide_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2_grpc
 
 _PROBE_PERIOD_S = 1.0
 _PROBES_TO_RED = 2
 """One slow answer on a busy host says nothing about the store."""
 _TIMELINE_TRACK = "decode"
 _EVENTS_PER_MESSAGE = 256
+_MEASURE_S = 0.5
+"""For a first idea of the step times; the steps that run say more."""
 
 log = get_logger(__name__)
 
@@ -66,13 +78,17 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 async def serve(config: DecodeNodeConfig, stop: asyncio.Event) -> None:
-    """Run until `stop` is set, then drain and close. Raises: ConfigError, StoreUnavailable at start; AttachmentLost, Internal."""
+    """Run until `stop` is set, or it is to change its role; then drain and close.
+
+    Raises: ConfigError, StoreUnavailable at start; AttachmentLost, Internal; RoleChange at the end.
+    """
     node = await start_decode(config)
     try:
-        await _first_of(stop.wait(), node.wait_failed())
+        await _first_of(stop.wait(), node.switch.leaving.wait(), node.wait_failed())
         await node.drain()
     finally:
         await node.close()
+    node.switch.raise_if_leaving()
 
 
 async def start_decode(
@@ -99,6 +115,7 @@ class DecodeNode:
 
     requests: DecodeRequests
     layout: KVLayout
+    _described: DescribedModel
     address: str
     """host:port of the gRPC service."""
     http_address: str
@@ -110,6 +127,7 @@ class DecodeNode:
         self._stack = AsyncExitStack()
         self._metrics = CollectorRegistry()
         self._server = Server()
+        self.switch = RoleSwitch("decode", to_tree(config), check=self._check_successor)
         self._problem: str | None = "the model is loading"
         self._announcer: Announcer | None = None
         self._is_leaving = False
@@ -130,7 +148,9 @@ class DecodeNode:
         self.http_address = f"{config.node.host}:{http_port}"
 
         described = await asyncio.to_thread(describe_model, config.model, config.kv)
+        await asyncio.to_thread(load_hash_chain)
         source, info, self.layout = described.source, described.info, described.layout
+        self._described = described
         spec = StageSpec(
             stage_idx=0, num_stages=1, start_layer=0, end_layer=info.num_layers, num_layers=info.num_layers
         )
@@ -153,8 +173,14 @@ class DecodeNode:
             arena=transfer.allocate(arena_bytes).buffer,
             is_decode=True,
         )
+        step_model = runner.step_model
+        if isinstance(runner, StageRunner):
+            samples = await asyncio.to_thread(
+                measure, runner, chunk_tokens=config.decode.chunk_tokens, budget_s=_MEASURE_S
+            )
+            step_model = fit(samples)
         clock = MonotonicClock()
-        stores = StoreNodes(store_node, config.store.service_address, clock=clock)
+        stores = StoreNodes(store_node, config.store.service_address, own_node_id=identity.node_id, clock=clock)
         self._stack.push_async_callback(stores.close)
         self.requests = DecodeRequests(
             runner,
@@ -164,6 +190,7 @@ class DecodeNode:
             config=config.decode,
             clock=clock,
             metrics=DecodeMetrics(self._metrics),
+            step_model=step_model,
         )
         self.requests.start()
         self._stack.push_async_callback(self.requests.close)
@@ -199,6 +226,7 @@ class DecodeNode:
         config = self._config
         servicer = DecodeServicer(config, self.requests)
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, "moontide.v1.Decode")
+        self._server.add(node_pb2_grpc.add_NodeServicer_to_server, NodeServicer(self.switch), NODE_SERVICE_NAME)
         self._stack.push_async_callback(self._server.close)
         grpc_port = await self._server.start(config.node.host, config.node.grpc_port)
         self.address = f"{config.node.host}:{grpc_port}"
@@ -213,6 +241,7 @@ class DecodeNode:
             layout_json=self.layout.to_json(),
             host_id=config.node.resolve_host_id(),
             pid=os.getpid(),
+            place=self._place(),
         )
         self._announcer = Announcer(config.registry, lambda: self._announce(record))
         self._stack.push_async_callback(self._announcer.close)
@@ -221,18 +250,26 @@ class DecodeNode:
         self._watching = asyncio.create_task(self._watch_store(transfer, store_node), name="store watch")
         self._stack.push_async_callback(_cancel, self._watching)
 
+    def _place(self) -> dict[str, Any]:
+        """Where it would be as a prefill stage, if it may become one."""
+        home = deployed("decode", to_tree(self._config))
+        place = Place.of_settings(home.settings)
+        return dataclasses.asdict(place) if place is not None else {}
+
+    async def _check_successor(self, successor: Successor) -> None:
+        """Raises: RoleRefused when it does not fit into memory; ConfigError."""
+
+        def check() -> None:
+            now = footprint_in_role(self._described, "decode", to_tree(self._config))
+            needed = footprint_in_role(self._described, successor.role, successor.settings)
+            check_room(needed, now=now, free_bytes=free_bytes(self._config.model), num_nodes=1)
+
+        await asyncio.to_thread(check)
+
     def _announce(self, record: NodeRecord) -> NodeRecord | None:
         if self.not_ready() is not None:
             return None
-        batch = self.requests.batch
-        load = {
-            "waiting": batch.count(Phase.WAITING_PAGES),
-            "pulling": batch.count(Phase.PULLING, Phase.READY),
-            "running": batch.count(Phase.RUNNING),
-            "free_pages": batch.num_free_pages,
-            "num_pages": batch.num_pages,
-        }
-        return dataclasses.replace(record, load={name: float(value) for name, value in load.items()})
+        return dataclasses.replace(record, load=self.requests.load.report())
 
     async def _watch_store(self, transfer: Transfer, store_node: StoreNode) -> None:
         """Turn red when the store stays away, green when it is back.
@@ -384,6 +421,12 @@ def _open_request(msg: decode_pb2.DecodeOpen) -> OpenRequest:
         output_idx=msg.output_idx,
         cache_salt=msg.cache_salt,
         timeout_s=msg.timeout_s,
+        tbt_slo_s=msg.tbt_slo_s if msg.HasField("tbt_slo_s") else None,
+        local_prefill=(
+            PromptStore(node_id=msg.local_prefill.store_node_id, address=msg.local_prefill.store_address)
+            if msg.HasField("local_prefill")
+            else None
+        ),
     )
 
 
@@ -399,6 +442,12 @@ def _event_to_proto(event: DecodeEvent) -> decode_pb2.DecodeEvent:
             msg.pulled.handoff_s = event.handoff_s
             msg.pulled.spans.extend(_spans_to_proto(event.spans))
             msg.pulled.age_s = event.age_s
+        case LocalPrefillDone():
+            msg.local_prefill_done.hit_tokens = event.hit_tokens
+            msg.local_prefill_done.queue_s = event.queue_s
+            msg.local_prefill_done.fetch_s = event.fetch_s
+            msg.local_prefill_done.compute_s = event.compute_s
+            msg.local_prefill_done.predicted_s = event.predicted_s
         case Finished():
             msg.finished.reason = event.reason.to_proto()
             if event.stop_token_id is not None:

@@ -4,6 +4,9 @@
     pages     of the whole chain           | of what is put      | none
               can be dropped                 cannot, once its turn has come
 
+A prompt that was computed here goes the same way as soon as its last token is fed: its request runs, so its pages are no loss and
+cannot be dropped.
+
 Best effort: a store without room, a call that fails, pages that others wait for mean "not cached" and are counted, and nothing is
 tried again. The puts have a thread of their own and go one request after the other, a bounded call at a time, so that neither steps
 nor pulls wait for them. Everything but the puts lives on the event loop.
@@ -18,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from decode_node.metrics import DecodeMetrics
+from decode_node.stores import CALL_TIMEOUT_S, LEASE_S, StoreNodes
 from kvstore.block import BlockHash
-from kvstore.client import BlockRef, StoreClient, StoreNodeClient
+from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import StoreNode
 from kvstore.pool import RequestKey, ReserveReply, ReserveResult
@@ -33,49 +37,16 @@ from moontide.log import get_logger
 
 _MAX_CALL_BYTES = 8 * 1024 * 1024
 """Most bytes of one put, a few milliseconds of copying."""
-_CALL_TIMEOUT_S = 5.0
 _TIMEOUT_S = 10.0
 """No put begins so long after the request has ended: until then somebody may wait for its pages."""
 _SEEN_TIMEOUT_S = 5.0
-_LEASE_S = 60.0
-"""Longer than all waits together, a stuck put included, so that nothing renews it and no put comes after its end."""
-_IDLE_CLIENT_S = 2 * _LEASE_S
-"""A connection to a store that nobody used for so long is closed."""
 
 log = get_logger(__name__)
 
 
-class StoreNodes:
-    """The store processes that hold the prompts of this node's requests: the own one and, by address, others."""
-
-    def __init__(self, own: StoreNode, own_address: str, *, clock: Clock) -> None:
-        """The caller closes `own`."""
-        self._own = own
-        self._own_address = own_address
-        self._clock = clock
-        self._clients: dict[str, tuple[StoreNodeClient, float]] = {}
-
-    def at(self, address: str) -> StoreNode:
-        """The store process at `address`; "" stands for the own one."""
-        if address in ("", self._own_address):
-            return self._own
-        client, _ = self._clients.get(address) or (StoreNodeClient(address, timeout_s=_CALL_TIMEOUT_S), 0.0)
-        self._clients[address] = (client, self._clock.now())
-        return client
-
-    async def close_idle(self, idle_s: float = _IDLE_CLIENT_S) -> None:
-        now_s = self._clock.now()
-        for address in [address for address, (_, used_s) in self._clients.items() if now_s - used_s >= idle_s]:
-            client, _ = self._clients.pop(address)
-            await client.close()
-
-    async def close(self) -> None:
-        await self.close_idle(0.0)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WriteJob:
-    """The full blocks of a request that has ended, prompt and answer, and the pages that hold them."""
+    """The full blocks of a request that has ended, prompt and answer, or of a prompt that was computed here; and their pages."""
 
     key: RequestKey
     store_address: str
@@ -83,10 +54,12 @@ class WriteJob:
     root: BlockHash
     hashes: Sequence[BlockHash]
     pages: Sequence[int]
+    is_prompt: bool = False
+    """Its reservation is there already (prompt_pins.py), and stays when the job is over."""
 
     @property
     def reservation_id(self) -> str:
-        return f"{self.key.request_id}.w"
+        return self.key.request_id if self.is_prompt else f"{self.key.request_id}.w"
 
 
 class WriteBacks:
@@ -101,8 +74,8 @@ class WriteBacks:
         stores: StoreNodes,
         clock: Clock,
         metrics: DecodeMetrics,
-        keep: Callable[[RequestKey, Sequence[int]], None],
-        give_back: Callable[[RequestKey], None],
+        keep: Callable[[WriteJob, Sequence[int]], None],
+        give_back: Callable[[WriteJob], None],
     ) -> None:
         """
         Args:
@@ -117,26 +90,32 @@ class WriteBacks:
         self._metrics = metrics
         self._keep = keep
         self._give_back = give_back
-        self._droppable: dict[WriteJob, asyncio.Task[None]] = {}
+        self._untouched: dict[WriteJob, asyncio.Task[None]] = {}
         """Jobs that hold pages which no put touches yet, oldest first."""
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="write back")
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, job: WriteJob) -> None:
+    def submit(self, job: WriteJob, *, on_end: Callable[[], None] | None = None) -> None:
+        """Run a job; `on_end` is called on the event loop once nothing of it is left."""
         task = asyncio.create_task(self._run(job), name=f"write back {job.key.request_id}")
-        self._droppable[job] = task
+        self._untouched[job] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if on_end is not None:
+            task.add_done_callback(lambda _task: on_end())
 
     def drop(self) -> RequestKey | None:
-        """Give up the youngest job whose puts have not begun; its pages are the caller's again. None if there is none."""
-        if not self._droppable:
-            return None
-        job, task = self._droppable.popitem()
-        task.cancel()
-        self._metrics.write_backs.labels("dropped").inc()
-        return job.key
+        """Give up the youngest job of an ended request whose puts have not begun; its pages are the caller's again.
+
+        None if there is none.
+        """
+        for job in reversed(self._untouched):
+            if not job.is_prompt:
+                self._untouched.pop(job).cancel()
+                self._metrics.write_backs.labels("dropped").inc()
+                return job.key
+        return None
 
     async def wait_idle(self) -> None:
         while self._tasks:
@@ -144,8 +123,10 @@ class WriteBacks:
 
     async def close(self) -> None:
         """Give everything up; returns after the put that is open, when all pages have been given back."""
-        while (key := self.drop()) is not None:
-            self._give_back(key)
+        while self._untouched:
+            job, _ = self._untouched.popitem()
+            self._metrics.write_backs.labels("dropped").inc()
+            self._give_back(job)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -163,8 +144,8 @@ class WriteBacks:
             log.exception("write-back failed", request_id=job.key.request_id, epoch=job.key.epoch)
             outcome = Internal.__name__
         finally:
-            if self._droppable.pop(job, None) is not None:
-                self._give_back(job.key)
+            if self._untouched.pop(job, None) is not None:
+                self._give_back(job)
         self._metrics.write_backs.labels(outcome).inc()
         self._metrics.write_back_seconds.observe(self._clock.now() - started_s)
 
@@ -192,7 +173,8 @@ class WriteBacks:
                 request_id=job.reservation_id, epoch=job.key.epoch, first_block=first_new, num_blocks=len(refs)
             )
         finally:
-            await self._release(store, job)
+            if not job.is_prompt:
+                await self._release(store, job)
         self._metrics.written_blocks.inc(len(refs))
         self._metrics.written_bytes.inc(len(refs) * self._layout.block_bytes)
         return "written"
@@ -205,17 +187,17 @@ class WriteBacks:
             parent_hash=job.root,
             block_hashes=job.hashes,
             has_partial=False,
-            lease_s=_LEASE_S,
+            lease_s=LEASE_S,
             is_write_back=True,
         )
 
     async def _put(self, job: WriteJob, refs: Sequence[BlockRef], segment: str, deadline: Deadline) -> int:
         """Put the last blocks of the chain when it is their turn; returns the objects that failed."""
         pages = job.pages[-len(refs) :]
-        self._keep(job.key, pages)
+        self._keep(job, pages)
         await asyncio.sleep(0)  # who gets the other pages may have dropped this job: it ends here then
         async with self._turn:
-            del self._droppable[job]
+            del self._untouched[job]
             stop = threading.Event()
             putting = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._put_all, refs, pages, segment, stop, deadline
@@ -227,7 +209,7 @@ class WriteBacks:
                 stop.set()
                 if not putting.done():
                     await asyncio.wait({putting})
-                self._give_back(job.key)
+                self._give_back(job)
 
     def _put_all(
         self, refs: Sequence[BlockRef], pages: Sequence[int], segment: str, stop: threading.Event, deadline: Deadline
@@ -258,7 +240,7 @@ class WriteBacks:
 
     async def _release(self, store: StoreNode, job: WriteJob) -> None:
         try:
-            async with asyncio.timeout(_CALL_TIMEOUT_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 await store.release(request_id=job.reservation_id, epoch=job.key.epoch)
         except (MoontideError, TimeoutError) as error:
             self._log(job, error)

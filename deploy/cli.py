@@ -19,12 +19,13 @@ import yaml
 
 from deploy.config import ClusterConfig, load_cluster_config, settable_tree
 from deploy.console import Console
+from deploy.explained import render_explanation
 from deploy.gantt import chrome_trace, pipeline_sentence, render_gantt, stage_table, ttft_table
 from deploy.local import LocalCluster, StartFailed
 from deploy.model import prepare_model
 from moontide.client import ChatTurn, GenerateOptions, MoontideClient, Usage
 from moontide.clock import MonotonicClock
-from moontide.config import describe, to_tree
+from moontide.config import api_key, describe, to_tree
 from moontide.errors import BadRequest, ConfigError, MoontideError, NodeLost
 from moontide.timeline import Timeline, TtftParts
 
@@ -231,6 +232,32 @@ def timeline(args: argparse.Namespace, console: Console) -> int:
     return _with_client(args.address, run)
 
 
+def explain(args: argparse.Namespace, _console: Console) -> int:
+    """Why one request went where it went."""
+
+    async def run(client: MoontideClient) -> int:
+        found = await client.explain(args.request_id)
+        if found is None:
+            raise BadRequest(
+                f"{args.address} does not know request {args.request_id!r}; a conductor explains the latest ones that it served itself"
+            )
+        print(render_explanation(found))
+        return 0
+
+    return _with_client(args.address, run)
+
+
+def role(args: argparse.Namespace, console: Console) -> int:
+    """Have nodes serve in the other role."""
+
+    async def run(client: MoontideClient) -> int:
+        node_ids = await client.set_role(args.nodes, args.role)
+        console.step(f"draining; then there will be: {', '.join(node_ids)}")
+        return 0
+
+    return _with_client(args.address, run)
+
+
 def print_timeline(found: Timeline, console: Console, *, with_parts: bool = True) -> None:
     print(f"request {found.request_id}: {found.outcome or 'running'} after {found.duration_s:.2f} s")
     print(render_gantt(found.spans, width=console.width()))
@@ -283,7 +310,7 @@ def _cluster_config(args: argparse.Namespace) -> ClusterConfig:
 
 def _with_client(address: str, run: Callable[[MoontideClient], Coroutine[Any, Any, int]]) -> int:
     async def main() -> int:
-        async with MoontideClient(address) as client:
+        async with MoontideClient(address, api_key=api_key()) as client:
             return await run(client)
 
     try:
@@ -370,6 +397,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_address(command)
     command.set_defaults(run=timeline)
+
+    command = commands.add_parser("explain", help="why a request went where it went, and what was expected of it")
+    command.add_argument("request_id", metavar="REQUEST_ID")
+    _add_address(command)
+    command.set_defaults(run=explain)
+
+    command = commands.add_parser(
+        "role",
+        help="have nodes serve in the other role",
+        epilog="To prefill: decode instances in the order of the stages that they become. To decode: a prefill group, by the name that "
+        "`moontide status` shows.",
+    )
+    command.add_argument("nodes", nargs="+", metavar="NODE")
+    command.add_argument("role", choices=("prefill", "decode"))
+    _add_address(command)
+    command.set_defaults(run=role)
 
     command = commands.add_parser("model-path", help="print the prepared Hugging Face directory of a model")
     command.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL")

@@ -283,7 +283,8 @@ def _prefill_group(
             _service(
                 name=name,
                 role="prefill",
-                config=_compute_sections(config, shared, host, host.node(name, http_port)) | {"prefill": section},
+                config=_compute_sections(config, shared, host, host.node(name, http_port))
+                | {"prefill": section, "decode": to_tree(config.decode)},
                 env=env,
                 http_port=http_port,
                 group=group_id,
@@ -302,10 +303,12 @@ def _decode(
 ) -> ProcessSpec:
     name = f"decode-{idx}"
     http_port = free_port()
+    own_place = {"group_id": name, "stage_idx": 0, "num_stages": 1, "control_address": f"{HOST}:{free_port()}"}
     return _service(
         name=name,
         role="decode",
-        config=_compute_sections(config, shared, host, host.node(name, http_port)) | {"decode": to_tree(config.decode)},
+        config=_compute_sections(config, shared, host, host.node(name, http_port))
+        | {"decode": to_tree(config.decode), "prefill": to_tree(config.prefill) | own_place},
         env=env,
         http_port=http_port,
     )

@@ -5,15 +5,16 @@ A process of its own (`python -m deploy.ray_app PLAN.json`) is the driver. An ac
 
     exit code 2   its settings are wrong: the driver ends with code 2
     anything else the actor's process ends, and Ray starts another one
+    RoleChange    the actor's process ends, and Ray starts another one, which runs the program of the other role
     SIGTERM       drain; the driver sends it, conductors first
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
-import runpy
 import signal
 import sys
 import time
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moontide.log import get_logger, setup_logging
+from moontide.roles import MODULES, RoleChange, Successor
 
 PLACE_TIMEOUT_S = 60.0
 STEADY_S = 10.0
@@ -54,25 +57,51 @@ class NodeActor:
     def run(self) -> int:
         """Serve until SIGTERM or a wrong setting; returns the exit code, 0 or 2. Any other end is the end of this process."""
         began_s = time.monotonic()
-        code = run_module(self._spec["module"], ["--config", self._spec["config_path"]])
+        module, config_path = self._program()
+        try:
+            code = run_module(module, ["--config", str(config_path)])
+        except RoleChange as change:
+            self._keep(change.successor)
+            os._exit(1)  # Ray starts another process, which finds what was kept: an actor cannot become another program
+        if code == EXIT_CONFIG_ERROR and str(config_path) != self._spec["config_path"]:
+            config_path.unlink()  # what does not start in the other role goes on in its own
+            os._exit(1)
         if code in (0, EXIT_CONFIG_ERROR):
             return code
         if time.monotonic() - began_s < STEADY_S:
             time.sleep(RESTART_DELAY_S)
         os._exit(1)
 
+    def _program(self) -> tuple[str, Path]:
+        """Module and config of the role that this node has now."""
+        for module, path in self._switched().items():
+            if path.exists():
+                return module, path
+        return self._spec["module"], Path(self._spec["config_path"])
+
+    def _keep(self, successor: Successor) -> None:
+        switched = self._switched()
+        for path in switched.values():
+            path.unlink(missing_ok=True)
+        if successor.settings.get("home"):
+            switched[successor.module].write_text(yaml.safe_dump(dict(successor.settings), sort_keys=False))
+
+    def _switched(self) -> dict[str, Path]:
+        """Where the config of a role is that the node was not deployed in, by the role's module."""
+        return {module: Path(self._spec["config_path"]).with_suffix(f".{module}.yaml") for module in MODULES.values()}
+
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """What `python -m module arguments` would do; returns its exit code."""
-    sys.argv = [module, *arguments]
+    """What `python -m module arguments` would do; returns its exit code. Raises: RoleChange, where that would go on as another program."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return int(importlib.import_module(f"{module}.__main__").main(arguments))
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except RoleChange:
+        raise
     except Exception:
         log.exception("service ended", module=module)
         return 1
-    return 0
 
 
 class Driver:

@@ -5,10 +5,12 @@ cache salt, so equal hashes mean interchangeable KV, and two tenants with differ
 """
 
 import hashlib
-from typing import NewType
+from typing import NewType, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore.hash_chain import load_hash_chain
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes, SHA-256."""
@@ -32,11 +34,17 @@ def hash_blocks(token_ids: npt.NDArray[np.uint32], *, block_tokens: int, root: B
     """
     assert token_ids.ndim == 1, f"need [n], got {token_ids.shape}"
     assert token_ids.dtype == np.uint32, f"need uint32, got {token_ids.dtype}"
-    packed = token_ids.astype("<u4", copy=False).tobytes()
+    token_ids = np.ascontiguousarray(token_ids, dtype="<u4")
+    hash_chain = load_hash_chain() or _hash_chain
+    return cast(list[BlockHash], hash_chain(token_ids, block_tokens, root))
+
+
+def _hash_chain(token_ids: npt.NDArray[np.uint32], block_tokens: int, root: bytes) -> list[bytes]:
+    packed = token_ids.tobytes()
     step = block_tokens * 4
-    hashes: list[BlockHash] = []
+    hashes = []
     parent = root
     for start in range(0, len(packed) - step + 1, step):
-        parent = BlockHash(hashlib.sha256(parent + packed[start : start + step]).digest())
+        parent = hashlib.sha256(parent + packed[start : start + step]).digest()
         hashes.append(parent)
     return hashes

@@ -3,13 +3,15 @@ the RPC client of the host's store process.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from kvstore.block import BlockHash
+from kvstore.index import check_packed
 from kvstore.keys import LOCAL_NODE_ID, block_key, partial_key
 from kvstore.layout import KVLayout
 from kvstore.metrics import ClientMetrics
@@ -41,6 +43,18 @@ class BlockRef:
         if self.hash is None:
             return partial_key(self.request_id, self.epoch, group_idx)
         return block_key(layout_digest, group_idx, self.hash, self.holder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """What a replication has come to."""
+
+    num_blocks: int
+    """Leading blocks that this host holds now."""
+    copied_blocks: int
+    """Of them, those that were copied."""
+    copy_s: float
+    """How long that took, without the wait for replications before it."""
 
 
 class StoreClient:
@@ -122,6 +136,17 @@ class StoreClient:
         return {place for place, seen in zip(places, self._transfer.exists(keys), strict=True) if not seen}
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A piece of what a store process holds."""
+
+    boot_id: str
+    number: int
+    """Of the last change that all pieces include."""
+    packed: bytes
+    """Hashes of sealed blocks, back to back."""
+
+
 class StoreNodeClient:
     """StoreNode over gRPC. Failed calls raise the errors of moontide/errors.py; all calls may be repeated."""
 
@@ -183,15 +208,15 @@ class StoreNodeClient:
 
     async def replicate(
         self, *, layout_digest: bytes, root: BlockHash, hashes: Sequence[BlockHash], timeout_s: float
-    ) -> int:
-        """Have this host copy what it lacks of the leading blocks of a prompt; returns how many leading ones it holds then."""
+    ) -> Replica:
+        """Have this host copy what it lacks of the leading blocks of a prompt."""
         request = pb.ReplicateRequest(
             layout_digest=layout_digest, parent_hash=root, block_hashes=b"".join(hashes), timeout_s=timeout_s
         )
         reply: pb.ReplicateReply = await self._call(
             self._stub.Replicate, request, timeout_s=timeout_s + self._timeout_s
         )
-        return reply.num_blocks
+        return Replica(num_blocks=reply.num_blocks, copied_blocks=reply.copied_blocks, copy_s=reply.copy_s)
 
     async def stats(self) -> PoolStats:
         reply: pb.KvStoreStats = await self._call(self._stub.GetStats, pb.KvStoreStatsRequest())
@@ -206,6 +231,18 @@ class StoreNodeClient:
             ssd_used_bytes=reply.ssd_used_bytes,
             ssd_blocks=reply.ssd_blocks,
         )
+
+    async def snapshot(self, *, timeout_s: float) -> AsyncIterator[Snapshot]:
+        """Everything that is sealed, in pieces, at least one. Raises: NodeLost."""
+        try:
+            async for reply in self._stub.Snapshot(pb.SnapshotRequest(), timeout=timeout_s):
+                packed = b"".join(run.block_hashes for run in reply.runs)
+                check_packed(packed)
+                yield Snapshot(reply.boot_id, reply.event_number, packed)
+        except grpc.aio.AioRpcError as error:
+            raise NodeLost(f"no snapshot of kvstore {self._address}: {error.details()}") from error
+        except ValueError as error:
+            raise NodeLost(f"unreadable snapshot of kvstore {self._address}: {error}") from error
 
     async def close(self) -> None:
         await self._channel.close()

@@ -1,13 +1,13 @@
 """KV events in Valkey: every store process writes which blocks it holds, every conductor follows.
 
-Stream `moontide:kv:events`, one entry per run of blocks; fields `t` (stored | removed | reset), `n` node id, `b` boot id,
-`p` parent hash, `h` hashes back to back. Entries hold hashes and never token ids. A store process that cannot write, or
-finds that Valkey lost its data, starts over with `reset` and everything it holds. Followers may lag: what a reservation
-says is the truth.
+Stream `moontide:kv:events`, one entry per run of blocks; fields `t` (stored | removed | mark), `n` node id, `b` boot id, `e` number,
+`p` parent hash, `h` hashes back to back. Entries hold hashes and never token ids. The changes of one boot are numbered from 1 on
+without gaps, also those that could not be written; a `mark` changes nothing and says which number came last. So a follower sees what
+it missed, and asks the store process itself for everything (KvStore.Snapshot). Followers may lag: what a reservation says is the truth.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,52 +33,52 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    node_id: str
     parent: BlockHash
-    hashes: tuple[BlockHash, ...]
-    """Each one's parent is the one before."""
+    packed: bytes
+    """Hashes back to back; each one's parent is the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    node_id: str
-    hashes: tuple[BlockHash, ...]
+    packed: bytes
+    """Hashes back to back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
-    """All that this node had is gone; what it has now follows."""
+class KvEntry:
+    """One entry of the stream."""
 
     node_id: str
+    boot_id: str
+    number: int
+    change: Stored | Removed | None
+    """None: a mark."""
 
 
-KvEvent = Stored | Removed | Reset
-Entry = dict[str, str | bytes]
+Fields = dict[str, str | bytes | int]
 
 
 class KvEventWriter:
     """Writes the events of one store process, in order. Never raises for a Valkey that is down: `heal` makes it good."""
 
-    def __init__(
-        self, config: RegistryConfig, *, node_id: str, boot_id: str, snapshot: Callable[[], list[StoredRun]]
-    ) -> None:
-        """`snapshot` returns everything that is sealed at the moment of the call."""
+    def __init__(self, config: RegistryConfig, *, node_id: str, boot_id: str) -> None:
         self._redis = _connect(config)
         self._node_id = node_id
         self._boot_id = boot_id
-        self._snapshot = snapshot
         self._lock = asyncio.Lock()
+        self.number = 0
+        """Changes told so far, whether they could be written or not."""
         self.in_sync = False
-        """Whether everything said so far is in the stream."""
+        """Whether everything told so far is in the stream."""
 
     async def stored(self, runs: Sequence[StoredRun]) -> None:
-        await self._write([self._stored_entry(run) for run in runs])
+        await self._write([self._fields("stored", p=bytes(run.parent), h=b"".join(run.hashes)) for run in runs])
 
     async def removed(self, hashes: Sequence[BlockHash]) -> None:
-        await self._write([self._entry("removed", h=b"".join(hashes))] if hashes else [])
+        await self._write([self._fields("removed", h=b"".join(hashes))] if hashes else [])
 
     async def heal(self) -> None:
-        """Write `reset` and everything anew if something was lost, here or in Valkey. Call it now and then."""
+        """Write a mark if something was lost, here or in Valkey. Call it now and then."""
         try:
             # Outside of the lock: nobody who seals or evicts waits for a Valkey that is away.
             marker = await self._redis.get(_MARKER_PREFIX + self._node_id)
@@ -89,8 +89,7 @@ class KvEventWriter:
             return
         async with self._lock:
             try:
-                entries = [self._entry("reset"), *map(self._stored_entry, self._snapshot())]
-                await self._append(entries)
+                await self._append([self._fields("mark", e=self.number)])
                 await self._redis.set(_MARKER_PREFIX + self._node_id, self._boot_id)
             except (RedisError, OSError) as error:
                 self._note(False, error)
@@ -100,27 +99,26 @@ class KvEventWriter:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _write(self, entries: Sequence[Entry]) -> None:
+    async def _write(self, changes: Sequence[Fields]) -> None:
         async with self._lock:
-            if not self.in_sync or not entries:
+            numbered = [change | {"e": self.number + idx} for idx, change in enumerate(changes, 1)]
+            self.number += len(changes)
+            if not self.in_sync or not numbered:
                 return
             try:
-                await self._append(entries)
+                await self._append(numbered)
             except (RedisError, OSError) as error:
                 self._note(False, error)
 
-    async def _append(self, entries: Sequence[Entry]) -> None:
+    async def _append(self, entries: Sequence[Fields]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for entry in entries:
                 pipeline.xadd(STREAM_KEY, entry, maxlen=_MAX_STREAM_ENTRIES, approximate=True)  # type: ignore[arg-type]
             await pipeline.execute()
 
-    def _stored_entry(self, run: StoredRun) -> Entry:
-        return self._entry("stored", p=bytes(run.parent), h=b"".join(run.hashes))
-
-    def _entry(self, kind: str, **fields: bytes) -> Entry:
-        entry: Entry = {"t": kind, "n": self._node_id, "b": self._boot_id}
-        return entry | fields
+    def _fields(self, kind: str, **more: bytes | int) -> Fields:
+        fields: Fields = {"t": kind, "n": self._node_id, "b": self._boot_id}
+        return fields | more
 
     def _note(self, in_sync: bool, error: Exception | None = None) -> None:
         if in_sync != self.in_sync:
@@ -129,38 +127,54 @@ class KvEventWriter:
 
 
 class KvEvents:
-    """What a conductor reads."""
+    """What a conductor reads: the entries that come after it was opened."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._redis = _connect(config)
+        self._last_id: bytes | str = ""
         self.connected = False
         """Whether the last read reached Valkey."""
 
-    async def follow(self) -> AsyncIterator[KvEvent]:
-        """Yield all events that the stream still holds, then new ones as they come; ends only by cancelling.
+    async def open(self) -> None:
+        """Note where the stream ends now; waits for a Valkey that is away."""
+        while not self._last_id:
+            try:
+                newest: Any = await self._redis.xrevrange(STREAM_KEY, count=1)
+                self._last_id = newest[0][0] if newest else "0-0"
+                self._note(True)
+            except (RedisError, OSError) as error:
+                await self._failed(error)
+            raise_if_cancelled()
 
-        While Valkey is away nothing comes; afterwards it goes on where it stopped. A node's new boot id yields a Reset
-        first, and events of an earlier boot that come later are left out.
+    async def follow(self) -> AsyncIterator[KvEntry]:
+        """Yield what was written since `open`, then new entries as they come; ends only by cancelling.
+
+        While Valkey is away nothing comes; afterwards it goes on where it stopped.
         """
-        boots = _Boots()
-        last_id: str | bytes = "0-0"
         while True:
             try:
-                reply = await self._redis.xread({STREAM_KEY: last_id}, count=_ENTRIES_PER_READ, block=_BLOCK_MS)
+                reply = await self._redis.xread({STREAM_KEY: self._last_id}, count=_ENTRIES_PER_READ, block=_BLOCK_MS)
             except (RedisError, OSError) as error:
-                self._note(False, error)
-                raise_if_cancelled()
-                await asyncio.sleep(_RETRY_S)
+                await self._failed(error)
                 continue
             raise_if_cancelled()
             self._note(True)
             for entry_id, fields in _entries(reply):
-                last_id = entry_id
-                for event in boots.events(fields):
-                    yield event
+                self._last_id = entry_id
+                try:
+                    entry = _entry(fields)
+                except (KeyError, ValueError) as error:
+                    log.warning("unreadable kv event left out", error=repr(error))
+                    continue
+                yield entry
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _failed(self, error: Exception) -> None:
+        self._note(False, error)
+        raise_if_cancelled()
+        await asyncio.sleep(_RETRY_S)
 
     def _note(self, connected: bool, error: Exception | None = None) -> None:
         if connected != self.connected:
@@ -177,45 +191,30 @@ def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return list(reply[0][1])
 
 
-class _Boots:
-    """Which boot of each node counts."""
-
-    def __init__(self) -> None:
-        self._current: dict[str, str] = {}
-        self._retired: dict[str, set[str]] = {}
-
-    def events(self, fields: dict[bytes, bytes]) -> list[KvEvent]:
-        try:
-            kind, node_id, boot_id = (fields[name].decode() for name in (b"t", b"n", b"b"))
-            event = _event(kind, node_id, fields)
-        except (KeyError, ValueError) as error:
-            log.warning("unreadable kv event left out", error=repr(error))
-            return []
-        if boot_id in self._retired.get(node_id, ()):
-            return []
-        known = self._current.get(node_id)
-        self._current[node_id] = boot_id
-        if known is None or known == boot_id:
-            return [event]
-        self._retired.setdefault(node_id, set()).add(known)
-        return [event] if isinstance(event, Reset) else [Reset(node_id), event]
-
-
-def _event(kind: str, node_id: str, fields: dict[bytes, bytes]) -> KvEvent:
-    if kind == "reset":
-        return Reset(node_id)
-    hashes = split_hashes(fields[b"h"])
+def _entry(fields: dict[bytes, bytes]) -> KvEntry:
+    """Raises: KeyError, ValueError for an entry that is not as the module says."""
+    kind, node_id, boot_id = (fields[name].decode() for name in (b"t", b"n", b"b"))
+    number = int(fields[b"e"])
+    if kind == "mark":
+        return KvEntry(node_id, boot_id, number, None)
+    packed = fields[b"h"]
+    check_packed(packed)
     if kind == "removed":
-        return Removed(node_id, hashes)
+        return KvEntry(node_id, boot_id, number, Removed(packed))
     if kind != "stored":
         raise ValueError(f"event type {kind!r}")
-    return Stored(node_id, BlockHash(fields[b"p"]), hashes)
+    return KvEntry(node_id, boot_id, number, Stored(BlockHash(fields[b"p"]), packed))
+
+
+def check_packed(packed: bytes) -> None:
+    """Raises: ValueError when the length is no multiple of a hash's."""
+    if len(packed) % BLOCK_HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of {BLOCK_HASH_BYTES}-byte block hashes")
 
 
 def split_hashes(packed: bytes) -> tuple[BlockHash, ...]:
     """Raises: ValueError when the length is no multiple of a hash's."""
-    if len(packed) % BLOCK_HASH_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of {BLOCK_HASH_BYTES}-byte block hashes")
+    check_packed(packed)
     return tuple(BlockHash(packed[at : at + BLOCK_HASH_BYTES]) for at in range(0, len(packed), BLOCK_HASH_BYTES))
 
 

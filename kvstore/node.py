@@ -50,6 +50,11 @@ T = TypeVar("T")
 class EventSink(Protocol):
     """Where a node says what it holds; KvEventWriter in production."""
 
+    @property
+    def number(self) -> int:
+        """Of the change that was told last."""
+        ...
+
     async def stored(self, runs: Sequence[StoredRun]) -> None: ...
 
     async def removed(self, hashes: Sequence[BlockHash]) -> None: ...
@@ -237,6 +242,14 @@ class LocalStoreNode:
     def list_blocks(self, *, max_blocks: int | None = None) -> Iterator[BlockInfo]:
         """What this host holds, in the order of arrival; other calls may come between two blocks."""
         return self.pool.blocks(max_blocks=max_blocks)
+
+    def sealed_blocks(self) -> tuple[int, Iterator[BlockInfo]]:
+        """Number of a change, and blocks: with the changes that follow that one they are what is sealed.
+
+        Other calls may come between two blocks. Needs events.
+        """
+        assert self._events is not None
+        return self._events.number, (block for block in self.pool.blocks() if block.is_sealed)
 
     async def list_ssd_blocks(self) -> list[SsdBlock]:
         """What only the SSD has."""

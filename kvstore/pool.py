@@ -406,16 +406,6 @@ class PoolState:
                     idle_s=0.0 if block.num_refs else max(0.0, now - block.released_s),
                 )
 
-    def sealed_runs(self, *, max_blocks: int) -> list[StoredRun]:
-        """Everything that prefix matching may use, parents first, in runs of at most `max_blocks`."""
-        order: list[BlockHash] = []
-        stack = [h for h, block in self._blocks.items() if block.is_sealed and block.parent not in self._blocks]
-        while stack:
-            block_hash = stack.pop()
-            order.append(block_hash)
-            stack.extend(child for child in self._blocks[block_hash].children if self._blocks[child].is_sealed)
-        return self._runs(order, max_blocks=max_blocks)
-
     def check_invariants(self) -> None:
         """Assert what the module promises; costs a walk over everything."""
         refs = dict.fromkeys(self._blocks, 0)
@@ -525,11 +515,10 @@ class PoolState:
             sealed.append(candidate)
             stack.extend(block.children)
 
-    def _runs(self, ordered: Sequence[BlockHash], *, max_blocks: int | None = None) -> list[StoredRun]:
+    def _runs(self, ordered: Sequence[BlockHash]) -> list[StoredRun]:
         runs: list[list[BlockHash]] = []
         for block_hash in ordered:
-            follows = runs and runs[-1][-1] == self._blocks[block_hash].parent
-            if follows and (max_blocks is None or len(runs[-1]) < max_blocks):
+            if runs and runs[-1][-1] == self._blocks[block_hash].parent:
                 runs[-1].append(block_hash)
             else:
                 runs.append([block_hash])

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from kvstore.block import BlockHash
-from kvstore.client import BlockRef, StoreClient
+from kvstore.client import BlockRef, Replica, StoreClient
 from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode
 from kvstore.pool import RequestKey, ReserveResult
@@ -47,7 +47,7 @@ class Replicator:
         self._clock = clock
         self._numbers = itertools.count()
         self._busy = asyncio.Lock()
-        self._acts: set[asyncio.Task[int]] = set()
+        self._acts: set[asyncio.Task[Replica]] = set()
         self._arena: Arena | None = None
         self._copied: set[BlockHash] = set()
 
@@ -59,10 +59,9 @@ class Replicator:
 
     async def replicate(
         self, *, layout_digest: bytes, root: BlockHash, hashes: Sequence[BlockHash], timeout_s: float
-    ) -> int:
+    ) -> Replica:
         """Copy what this host lacks of the leading blocks of a prompt; what does not fit, or in time, is left out.
 
-        Returns: leading blocks that this host holds now.
         Raises: NodeLost for an unregistered layout, BadRequest for a chain that contradicts itself, StoreUnavailable.
         """
         act = self._replicate(layout_digest, root, hashes, timeout_s)
@@ -78,10 +77,11 @@ class Replicator:
 
     async def _replicate(
         self, layout_digest: bytes, root: BlockHash, hashes: Sequence[BlockHash], timeout_s: float
-    ) -> int:
+    ) -> Replica:
         layout = self._node.layout(layout_digest)
         deadline = Deadline.after(timeout_s, self._clock)
         async with self._busy:
+            started_s = self._clock.now()
             num_held = self._num_held(hashes)
             client = StoreClient(self._transfer, layout)
             holder, num_there = await self._find_holder(client, hashes[num_held:])
@@ -106,7 +106,12 @@ class Replicator:
                         await self._node.release(request_id=key.request_id, epoch=key.epoch)
                     break
                 num_there //= 2  # fewer may fit
-            return self._num_held(hashes)
+            num_blocks = self._num_held(hashes)
+            return Replica(
+                num_blocks=num_blocks,
+                copied_blocks=max(0, num_blocks - num_held),
+                copy_s=self._clock.now() - started_s,
+            )
 
     def _num_held(self, hashes: Sequence[BlockHash]) -> int:
         return sum(1 for _ in itertools.takewhile(self._node.pool.is_sealed, hashes))

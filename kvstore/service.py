@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from kvstore.index import KvEventWriter, split_hashes
 from kvstore.layout import KVLayout
 from kvstore.metrics import SsdMetrics
 from kvstore.node import LocalStoreNode
-from kvstore.pool import PoolState
+from kvstore.pool import BlockInfo, PoolState
 from kvstore.preflight import PeerCheck, require_master, require_segment
 from kvstore.replicate import Replicator
 from kvstore.ssd import SsdTier
@@ -44,7 +44,7 @@ from moontide.rpc import Server, grpc_errors
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
-_SNAPSHOT_RUN_BLOCKS = 1024
+_SNAPSHOT_MESSAGE_BLOCKS = 2048
 _WATCH_PERIOD_S = 0.5
 _MARKER_BYTES = 64
 _CHECKS_TO_RED = 3
@@ -138,17 +138,26 @@ class KvStoreService(pb_grpc.KvStoreServicer):
         )
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
-        num_blocks = 0
+        reply = pb.ReplicateReply()
         async with grpc_errors(context):
             hashes = _hashes_of(request.block_hashes)
             if self._replicator is not None:
-                num_blocks = await self._replicator.replicate(
+                replica = await self._replicator.replicate(
                     layout_digest=request.layout_digest,
                     root=_root_of(request.parent_hash),
                     hashes=hashes,
                     timeout_s=request.timeout_s,
                 )
-        return pb.ReplicateReply(num_blocks=num_blocks)
+                reply = pb.ReplicateReply(**dataclasses.asdict(replica))
+        return reply
+
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[pb.SnapshotRuns]:
+        async with grpc_errors(context):
+            number, blocks = self._node.sealed_blocks()
+            is_first = True
+            while (part := list(islice(blocks, _SNAPSHOT_MESSAGE_BLOCKS))) or is_first:
+                is_first = False
+                yield pb.SnapshotRuns(boot_id=self._boot_id, event_number=number, runs=_runs(part))
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Context) -> AsyncIterator[pb.BlockInfo]:
         async with grpc_errors(context):
@@ -188,6 +197,15 @@ class KvStoreService(pb_grpc.KvStoreServicer):
             num_damaged=len(result.damaged),
             bad_hashes=b"".join([*result.missing, *result.damaged]),
         )
+
+
+def _runs(blocks: Sequence[BlockInfo]) -> Iterator[pb.SnapshotRun]:
+    """Neighbours that follow each other in a chain, put together."""
+    at = 0
+    for idx, block in enumerate(blocks, 1):
+        if idx == len(blocks) or blocks[idx].parent != block.hash:
+            yield pb.SnapshotRun(parent_hash=blocks[at].parent, block_hashes=b"".join(b.hash for b in blocks[at:idx]))
+            at = idx
 
 
 class PoolWatch:
@@ -285,12 +303,7 @@ async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
             policy=config.kvstore.eviction,
             node_id=node_id,
         )
-        events = KvEventWriter(
-            config.registry,
-            node_id=node_id,
-            boot_id=boot_id,
-            snapshot=lambda: pool.sealed_runs(max_blocks=_SNAPSHOT_RUN_BLOCKS),
-        )
+        events = KvEventWriter(config.registry, node_id=node_id, boot_id=boot_id)
         stack.push_async_callback(events.close)
         await events.heal()
         mover = None

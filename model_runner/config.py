@@ -9,6 +9,8 @@ from moontide.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("safetensors", "dummy", "paced")
 KERNELS = ("auto", "native", "torch")
+DEFAULT_CONTEXTS = {"prefill": 2, "decode": 4}
+"""Full contexts of the model that the pages of a node hold, unless its num_pages says otherwise; by its role."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,8 @@ class PacedProfile:
     knee_tokens: int = 0
     """Fewer tokens take as long as this many."""
     decode_step_s: float | None = None
-    """Seconds of a decode step of any batch; None: overhead_s and the token part of the batch."""
+    """Seconds of a decode step of any batch, in which prompt tokens have room as long as token_s of all its tokens is no more; None:
+    overhead_s and the token part of the batch."""
     stage_speed: tuple[float, ...] = ()
     """Speed of each stage of a prefill group; empty: all 1."""
 
@@ -103,7 +104,9 @@ class PacedProfile:
     def decode_model(self) -> StepModel:
         """The time of a step of a decode instance."""
         if self.decode_step_s is not None:
-            return StepModel(overhead_s=self.decode_step_s, token_s=0.0, pair_s=0.0)
+            knee_tokens = int(self.decode_step_s / self.token_s) if self.token_s else 0
+            overhead_s = self.decode_step_s - self.token_s * knee_tokens
+            return StepModel(overhead_s=overhead_s, token_s=self.token_s, pair_s=0.0, knee_tokens=knee_tokens)
         return StepModel(overhead_s=self.overhead_s, token_s=self.token_s, pair_s=0.0, knee_tokens=self.knee_tokens)
 
 

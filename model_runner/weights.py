@@ -40,7 +40,7 @@ def load_stage_weights(model: Any, source: ModelSource, spec: StageSpec, *, dtyp
     Raises: ModelError if a tensor is missing or has another shape.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    _drop_other_stages(model, spec)
+    drop_other_stages(model, spec)
     if source.load_format == "dummy":
         _make_weights(model, source.seed)
     else:
@@ -53,7 +53,7 @@ def load_stage_weights(model: Any, source: ModelSource, spec: StageSpec, *, dtyp
         )
 
 
-def _drop_other_stages(model: Any, spec: StageSpec) -> None:
+def drop_other_stages(model: Any, spec: StageSpec) -> None:
     inner = model.get_decoder()
     for layer_idx in range(spec.num_layers):
         if not spec.start_layer <= layer_idx < spec.end_layer:

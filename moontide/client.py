@@ -7,10 +7,10 @@ async with MoontideClient("127.0.0.1:9000") as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import grpc.aio
 
@@ -21,6 +21,8 @@ from moontide.token_ids import pack_token_ids
 from moontide_proto.v1 import moontide_pb2, moontide_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
+SET_ROLE_TIMEOUT_S = 120.0
+"""The nodes answer one after the other, once they know that the model fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,9 @@ class ClusterInfo:
 class MoontideClient:
     """One connection to a conductor. Failed calls raise the errors of moontide/errors.py."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str = "") -> None:
         self._address = address
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._channel = rpc.open_channel(address)
         self._stub = moontide_pb2_grpc.MoontideStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -133,13 +136,26 @@ class MoontideClient:
         params: GenerateOptions | None = None,
         model: str = "",
         request_id: str = "",
+        idempotency_key: str = "",
+        ttft_slo_s: float | None = None,
+        tbt_slo_s: float | None = None,
+        priority: int | None = None,
     ) -> AsyncGenerator[GeneratedChunk, None]:
-        """Stream the answer to a text, to token ids or to a conversation. Closing the iterator cancels the request everywhere."""
+        """Stream the answer to a text, to token ids or to a conversation. Closing the iterator cancels the request everywhere.
+
+        With an idempotency key the same call, to any conductor, gets the same answer from its start, also after a lost connection.
+        """
         request = moontide_pb2.GenerateRequest(
-            request_id=request_id, model=model, params=(params or GenerateOptions()).to_proto()
+            request_id=request_id,
+            model=model,
+            params=(params or GenerateOptions()).to_proto(),
+            idempotency_key=idempotency_key,
+            ttft_slo_s=ttft_slo_s,
+            tbt_slo_s=tbt_slo_s,
+            priority=priority,
         )
         _set_prompt(request, prompt)
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=self._metadata)
         try:
             async for response in call:
                 yield _chunk(response)
@@ -169,15 +185,38 @@ class MoontideClient:
 
     async def timeline(self, request_id: str) -> Timeline | None:
         """None when the conductor does not know the request (any more)."""
+        reply = await self._unless_unknown(self._stub.GetTimeline, moontide_pb2.TimelineRequest(request_id=request_id))
+        return None if reply is None else Timeline.from_proto(reply)
+
+    async def explain(self, request_id: str) -> moontide_pb2.Explanation | None:
+        """Why the request went where it went; None as above."""
+        return cast(
+            moontide_pb2.Explanation | None,
+            await self._unless_unknown(self._stub.Explain, moontide_pb2.ExplainRequest(request_id=request_id)),
+        )
+
+    async def set_role(self, node_ids: Sequence[str], role: str) -> list[str]:
+        """Have nodes serve in the other role; returns the ids under which they announce themselves once they have drained.
+
+        Raises: RoleRefused.
+        """
+        reply: moontide_pb2.SetRoleReply = await rpc.call(
+            self._stub.SetRole,
+            moontide_pb2.SetRoleRequest(node_ids=node_ids, role=role),
+            timeout_s=SET_ROLE_TIMEOUT_S,
+            peer=f"conductor {self._address}",
+            metadata=self._metadata,
+        )
+        return list(reply.node_ids)
+
+    async def _unless_unknown(self, method: Callable[..., Any], request: object) -> Any:
+        """The reply; None if it is NOT_FOUND."""
         try:
-            reply = await self._stub.GetTimeline(
-                moontide_pb2.TimelineRequest(request_id=request_id), timeout=CALL_TIMEOUT_S
-            )
+            return await method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return None
             raise rpc.from_rpc_error(error, f"conductor {self._address}") from error
-        return Timeline.from_proto(reply)
 
 
 def _set_prompt(request: moontide_pb2.GenerateRequest, prompt: str | Sequence[int] | Sequence[ChatTurn]) -> None:

@@ -134,6 +134,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("MOONTIDE_CACHE") or Path.home() / ".cache" / "moontide")
 
 
+def api_key() -> str:
+    """The key under which commands ask a conductor: $MOONTIDE_API_KEY, else none."""
+    return os.environ.get("MOONTIDE_API_KEY", "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """Where one service listens and what it is called."""
@@ -264,6 +269,10 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} must be a section (a mapping), not {value!r}")
         return build(typing.cast(type[Any], hint), value, f"{name}.")
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a section (a mapping), not {value!r}")
+        return dict(value)
     if typing.get_origin(hint) in (tuple, list):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name}={value!r} must be a list")
@@ -271,6 +280,8 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         return typing.get_origin(hint)(_coerce(item, v, f"{name}[]") for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and value is False:
+        return "off"  # YAML takes the word for a truth value
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint is Path and isinstance(value, str):

@@ -8,6 +8,7 @@ MoontideError
 |- Unauthorized          UNAUTHENTICATED     401   no API key, or one that nobody has
 |- ConfigError           FAILED_PRECONDITION 500   a setting is wrong: a service does not start
 |  `- ModelError         FAILED_PRECONDITION 500   a model cannot be served
+|- RoleRefused           FAILED_PRECONDITION 409   a node cannot serve in the other role
 |- Rejected              RESOURCE_EXHAUSTED  429   refused before any work; carries a RejectReason and when to come again
 |- DeadlineExceeded      DEADLINE_EXCEEDED   504
 |- Cancelled             CANCELLED           499
@@ -93,6 +94,11 @@ class ConfigError(MoontideError):
 
 class ModelError(ConfigError):
     """A model cannot be served; the message says why."""
+
+
+class RoleRefused(MoontideError):
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    http_code = 409
 
 
 class Rejected(MoontideError):

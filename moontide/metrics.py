@@ -13,6 +13,8 @@ LATENCY_BUCKETS_S = (
     20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
 )  # fmt: skip
 """From one RPC on loopback to a 1M-token prompt."""
+ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Predicted over measured, minus 1."""
 
 NotReady = Callable[[], str | None]
 """Returns why the service cannot serve now, or None when it can."""

@@ -1,7 +1,7 @@
 """How a node makes itself known: a record under a lease in Redis or Valkey, renewed by heartbeats.
 
-Keys: `moontide:node:{node_id}` holds the JSON of a NodeRecord and expires with the lease. When Redis goes away the node goes on and
-announces itself again once it is back.
+Keys: `moontide:node:{node_id}` holds the JSON of a NodeRecord and expires with the lease; `moontide:nodes` is the set of all node ids.
+When Redis goes away the node goes on and announces itself again once it is back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
@@ -19,7 +20,19 @@ from moontide.config import RegistryConfig
 from moontide.log import get_logger
 
 NODE_KEY_PREFIX = "moontide:node:"
-_KEYS_PER_READ = 512
+NODE_IDS_KEY = "moontide:nodes"
+"""Reading it costs what the nodes are; a scan would cost what all keys are, and idempotency keys may be many."""
+_LIVE_NODES = """
+local live = {}
+for _, node_id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  if redis.call('EXISTS', ARGV[1] .. node_id) == 1 then
+    live[#live + 1] = ARGV[1] .. node_id
+  else
+    redis.call('SREM', KEYS[1], node_id)
+  end
+end
+return live
+"""
 
 log = get_logger(__name__)
 
@@ -43,6 +56,8 @@ class NodeRecord:
     host_id: str = ""
     """Nodes with the same host_id share one store process."""
     pid: int = 0
+    place: dict[str, Any] = field(default_factory=dict)
+    """Of a decode instance that may become a prefill stage: its own place in a group, as settings of section `prefill`."""
     load: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -101,6 +116,7 @@ class Announcer:
             await self._redis.set(
                 NODE_KEY_PREFIX + record.node_id, record.to_json(), px=int(self._config.lease_s * 1000)
             )
+            await self._redis.sadd(NODE_IDS_KEY, record.node_id)
         except (RedisError, OSError) as error:
             self._note(False, str(error))
             return
@@ -112,6 +128,7 @@ class Announcer:
             return
         try:
             await self._redis.delete(NODE_KEY_PREFIX + self._announced)
+            await self._redis.srem(NODE_IDS_KEY, self._announced)
             self._announced = None
         except (RedisError, OSError) as error:
             self._note(False, str(error))
@@ -126,16 +143,46 @@ class Announcer:
 
 async def read_records(connection: redis.Redis) -> list[NodeRecord]:
     """Of all nodes whose lease holds; what cannot be read is left out. Raises: RedisError, OSError."""
-    keys = [key async for key in connection.scan_iter(match=NODE_KEY_PREFIX + "*", count=_KEYS_PER_READ)]
-    records = []
-    for text in await connection.mget(keys) if keys else []:
-        if text is None:
-            continue  # it expired between the two reads
-        try:
-            records.append(NodeRecord.from_json(str(text)))
-        except (TypeError, json.JSONDecodeError) as error:
-            log.warning("unreadable node record left out", error=str(error))
-    return records
+    keys = await _node_keys(connection)
+    texts = await connection.mget(keys) if keys else []
+    return [record for text in texts if (record := _readable(text)) is not None]
+
+
+async def read_records_with_ages(connection: redis.Redis, *, lease_s: float) -> list[tuple[NodeRecord, float]]:
+    """The same, and how many seconds ago each record was written, by what is left of its lease. Raises: RedisError, OSError.
+
+    Args:
+        lease_s: that the nodes announce themselves with.
+    """
+    keys = await _node_keys(connection)
+    if not keys:
+        return []
+    async with connection.pipeline(transaction=False) as pipeline:
+        pipeline.mget(keys)
+        for key in keys:
+            pipeline.pttl(key)
+        texts, *left_ms = await pipeline.execute()
+    return [
+        (record, min(max(lease_s - ms / 1000, 0.0), lease_s))
+        for text, ms in zip(texts, left_ms, strict=True)
+        if (record := _readable(text)) is not None
+    ]
+
+
+async def _node_keys(connection: redis.Redis) -> list[str]:
+    """Of the nodes whose lease holds; the others leave the set."""
+    keys: list[str] = await connection.eval(_LIVE_NODES, 1, NODE_IDS_KEY, NODE_KEY_PREFIX)
+    return keys
+
+
+def _readable(text: object) -> NodeRecord | None:
+    if text is None:
+        return None  # it expired between the two reads
+    try:
+        return NodeRecord.from_json(str(text))
+    except (TypeError, json.JSONDecodeError) as error:
+        log.warning("unreadable node record left out", error=str(error))
+        return None
 
 
 def raise_if_cancelled() -> None:

@@ -11,19 +11,33 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from moontide.errors import Cancelled, ConfigError, DeadlineExceeded, Internal, MoontideError, NodeLost, error_from_code
+from moontide.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Internal,
+    MoontideError,
+    NodeLost,
+    Rejected,
+    error_from_code,
+)
 from moontide.log import get_logger
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A 1M-token prompt is 4 MiB of ids, which gRPC's own default of 4 MiB refuses."""
 
+KEEPALIVE_S = 10.0
+"""A peer that is silent for so long is pinged."""
+KEEPALIVE_TIMEOUT_S = 5.0
+"""One that does not answer that either is lost."""
+
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", int(1000 * KEEPALIVE_S)),
+    ("grpc.keepalive_timeout_ms", int(1000 * KEEPALIVE_TIMEOUT_S)),
     # Without it any ping that is on its way, such as the one that measures bandwidth, keeps a dead connection alive for a minute.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", int(1000 * KEEPALIVE_TIMEOUT_S)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -31,6 +45,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 _CODE_KEY = "moontide-error"
 _PARAM_KEY = "moontide-param"
+_RETRY_AFTER_KEY = "moontide-retry-after-s"
 
 log = get_logger(__name__)
 
@@ -99,20 +114,25 @@ async def grpc_errors(context: grpc.aio.ServicerContext[Any, Any], request_id: s
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MoontideError) -> None:
-    """End the call with the status of `error`; its class and field travel as trailers."""
+    """End the call with the status of `error`; its class, field and when to try again travel as trailers."""
     trailers: list[tuple[str, str]] = [(_CODE_KEY, error.code)]
     param = getattr(error, "param", None)
     if param:
         trailers.append((_PARAM_KEY, param))
+    if isinstance(error, Rejected) and error.retry_after_s is not None:
+        trailers.append((_RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
     await context.abort(error.status, str(error), tuple(trailers))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> MoontideError:
     """Our error for a failed call: the class that the peer named, else by status. `peer` names who was called."""
     details = error.details() or error.code().name
-    for key, value in error.trailing_metadata() or ():
-        if key == _CODE_KEY:
-            return error_from_code(value if isinstance(value, str) else value.decode(), details)
+    trailers = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    if _CODE_KEY in trailers:
+        named = error_from_code(trailers[_CODE_KEY], details)
+        if isinstance(named, Rejected) and _RETRY_AFTER_KEY in trailers:
+            named.retry_after_s = float(trailers[_RETRY_AFTER_KEY])
+        return named
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{peer} did not answer in time")
     if error.code() is grpc.StatusCode.CANCELLED:

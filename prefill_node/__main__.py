@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 
 from moontide.config import load_service_config, to_tree
 from moontide.errors import MoontideError
 from moontide.log import get_logger, setup_logging
+from moontide.roles import run_program
 from moontide.service import run_service
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.start import start_stage
@@ -21,21 +21,25 @@ log = get_logger(__name__)
 
 
 async def serve(config: PrefillNodeConfig, stop: asyncio.Event) -> None:
-    """Run one stage until `stop`. Raises: what ended it before."""
+    """Run one stage until `stop`, or until it is to change its role. Raises: what ended it before; RoleChange at the end."""
     stage = await start_stage(config)
     try:
-        stopping = asyncio.create_task(stop.wait())
+        ends = [asyncio.create_task(event.wait()) for event in (stop, stage.switch.leaving)]
         failing = asyncio.create_task(stage.wait_failed())
-        await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await asyncio.wait((*ends, failing), return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         if failing.done():
             failing.result()
         failing.cancel()
     finally:
-        await stage.close(grace_s=_GRACE_S if stop.is_set() else 0.0)
+        is_asked = stop.is_set() or stage.switch.leaving.is_set()
+        await stage.close(grace_s=_GRACE_S if is_asked else 0.0)
+    stage.switch.raise_if_leaving()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Raises: RoleChange when the process is to go on as a decode instance."""
     config = load_service_config(PrefillNodeConfig, argv, "One stage of a Moontide prefill group.")
     setup_logging(config.node.node_id)
     log.info("starting", config=to_tree(config))
@@ -48,4 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

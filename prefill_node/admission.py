@@ -30,13 +30,15 @@ def choose_victims(wanting: Candidate, num_missing: int, holders: Sequence[Holde
     Args:
         num_missing: pages that are wanted beyond the free ones.
         holders: the running prompts behind `wanting` in the policy's order, the last in line last.
-    Only prompts with more work left than `wanting` has in all lose their pages, so they cannot take them back at once.
+    Only prompts of a lower class, or with more work left than `wanting` has in all, lose their pages, so they cannot take them back
+    at once.
     """
     victims: list[RequestKey] = []
     for holder in reversed(holders):
         if num_missing <= 0:
             break
-        if holder.candidate.work_left_s > wanting.work_s:
+        is_lower = holder.candidate.share.priority < wanting.share.priority
+        if is_lower or holder.candidate.work_left_s > wanting.work_s:
             victims.append(holder.candidate.key)
             num_missing -= holder.num_pages
     return victims if num_missing <= 0 else []

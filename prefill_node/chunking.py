@@ -42,6 +42,11 @@ class ChunkPlanner:
         self._max_step_s = max_step_s
         self._stages = tuple(stages)
 
+    @property
+    def stages(self) -> Sequence[StepModel]:
+        """Empty while nothing is known."""
+        return self._stages
+
     def set_stages(self, stages: Sequence[StepModel]) -> None:
         """The stages were measured anew."""
         self._stages = tuple(stages)
@@ -87,25 +92,15 @@ class ChunkPlanner:
 
     def remaining_s(self, cursor: int, num_tokens: int, step_s: float) -> float:
         """Predicted time for the rest of a prompt, alone in the group; 0 while nothing is known."""
-        if not self._stages:
-            return 0.0
-        tokens = num_tokens - cursor
-        shape = StepShape.of_chunk(tokens, cursor)
-        fewest, most = max(1.0, tokens / self._chunk_tokens), max(1.0, tokens / self._block_tokens)
-        if math.isinf(step_s):
-            num_chunks: float = math.ceil(fewest)
-            longest_tokens = min(tokens, self._chunk_tokens)
-            longest = StepShape.of_chunk(longest_tokens, num_tokens - longest_tokens)
-            chunk_s = self.slowest_s(_mean_chunk(shape, num_chunks))
-            longest_s = self.slowest_s(longest)
-        else:
-            planned = max(stage.num_steps(step_s, cursor, num_tokens) for stage in self._stages)
-            num_chunks = min(max(planned, fewest), most)
-            longest = _mean_chunk(shape, num_chunks)
-            chunk_s = longest_s = step_s if num_chunks == planned else self.slowest_s(longest)
-        times_s = [stage.time_s(longest) for stage in self._stages]
-        fill = sum(times_s) / max(times_s) - 1 if longest_s else 0.0
-        return num_chunks * chunk_s + fill * longest_s
+        return sum(self._times_s(cursor, num_tokens, step_s))
+
+    def bottleneck_s(self, cursor: int, num_tokens: int, step_s: float) -> float:
+        """The part of it in which the slowest stage works: what a prompt behind it waits for; 0 while nothing is known."""
+        return self._times_s(cursor, num_tokens, step_s)[0]
+
+    def charged_s(self, shape: StepShape) -> float:
+        """What a step counts for: its expected time; while nothing is known a step of `chunk_tokens` counts as the longest one."""
+        return self.slowest_s(shape) or self._max_step_s * shape.tokens / self._chunk_tokens
 
     def slowest_s(self, shape: StepShape) -> float:
         """Expected time of a step on the stage that takes longest; 0 while nothing is known."""
@@ -128,6 +123,28 @@ class ChunkPlanner:
             chunks.append(self.next_chunk(first_token, num_tokens, step_s))
             first_token += chunks[-1]
         return chunks
+
+    def _times_s(self, cursor: int, num_tokens: int, step_s: float) -> tuple[float, float]:
+        """Predicted times for the rest of a prompt: the slowest stage at work, and that stage waiting for the others."""
+        if not self._stages:
+            return 0.0, 0.0
+        tokens = num_tokens - cursor
+        shape = StepShape.of_chunk(tokens, cursor)
+        fewest, most = max(1.0, tokens / self._chunk_tokens), max(1.0, tokens / self._block_tokens)
+        if math.isinf(step_s):
+            num_chunks: float = math.ceil(fewest)
+            longest_tokens = min(tokens, self._chunk_tokens)
+            longest = StepShape.of_chunk(longest_tokens, num_tokens - longest_tokens)
+            chunk_s = self.slowest_s(_mean_chunk(shape, num_chunks))
+            longest_s = self.slowest_s(longest)
+        else:
+            planned = max(stage.num_steps(step_s, cursor, num_tokens) for stage in self._stages)
+            num_chunks = min(max(planned, fewest), most)
+            longest = _mean_chunk(shape, num_chunks)
+            chunk_s = longest_s = step_s if num_chunks == planned else self.slowest_s(longest)
+        times_s = [stage.time_s(longest) for stage in self._stages]
+        fill = sum(times_s) / max(times_s) - 1 if longest_s else 0.0
+        return num_chunks * chunk_s, fill * longest_s
 
     def _is_cheaper(self, cursor: int, chunk: int, rest: int, step_s: float) -> bool:
         """Whether one chunk of `rest` tokens keeps the group busy for less time than a chunk and a small one after it.

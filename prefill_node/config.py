@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.access import KvConfig, StoreAccessConfig
-from model_runner.config import ModelConfig
+from model_runner.config import DEFAULT_CONTEXTS, ModelConfig
 from moontide.config import NodeConfig, RegistryConfig, check_port
 from moontide.errors import ConfigError
+from moontide.roles import Home
 
 MODES = ("cpp", "chunked-serial", "request-pp")
 POLICIES = ("lars", "edf", "srpt", "fcfs")
@@ -56,7 +58,7 @@ class PrefillConfig:
     slack: int = 1
     """Micro-batches in flight beyond one per stage: they hide the way of a report back to stage 0."""
     max_queue: int = 256
-    """Requests that wait for pages or room in the store; one more is refused."""
+    """Requests that wait for pages or room in the store; one more is refused, unless its tenant has less than an even part of them."""
     heartbeat_s: float = 1.0
     """Seconds between two signs of life on a control connection."""
     peer_timeout_s: float = 5.0
@@ -102,7 +104,7 @@ class PrefillConfig:
         return self.num_stages + self.slack
 
     def resolve_num_pages(self, *, max_context: int, block_tokens: int) -> int:
-        return self.num_pages or 2 * -(-max_context // block_tokens)
+        return self.num_pages or DEFAULT_CONTEXTS["prefill"] * -(-max_context // block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,10 @@ class PrefillNodeConfig:
     kv: KvConfig = field(default_factory=KvConfig)
     store: StoreAccessConfig
     prefill: PrefillConfig
+    decode: dict[str, Any] | None = None
+    """Section `decode` that it gets when it becomes a decode instance; empty: it does not."""
+    home: Home | None = None
+    """What it was deployed as, if that is something else. Written by itself."""
 
     def __post_init__(self) -> None:
         chunk_tokens, block_tokens = self.prefill.chunk_tokens, self.kv.block_tokens

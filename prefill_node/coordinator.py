@@ -1,7 +1,7 @@
 """Requests of a prefill group from arrival to the last seal; lives on stage 0.
 
-    wait for a turn, pages and room in the store | fetch the prefix hit | accepted | chunks | first token
-                                                                          seal blocks as they are put | completed
+    wait for a turn, pages and room in the store | await the copy | fetch the prefix hit | accepted | chunks | first token
+    copy what another host has of the prefix ----------------->                         seal blocks as they are put | completed
 
 One coroutine per request, run by its gRPC call: cancelling the call cancels the request in whatever phase it is. The
 reservation in the store belongs to the conductor from `accepted` on; until then it is renewed and, if need be, released here.
@@ -36,7 +36,9 @@ from moontide_proto.v1 import prefill_pb2
 from prefill_node.admission import AdmissionQueue
 from prefill_node.config import PrefillConfig
 from prefill_node.interrupt import Interrupt
+from prefill_node.load import RecentMedian, RecentSpeed
 from prefill_node.metrics import GroupMetrics
+from prefill_node.prefix_copy import Copier, PrefixCopies
 from prefill_node.prompt import Prompt, read_prompt
 from prefill_node.session import GroupSession
 
@@ -79,6 +81,7 @@ class Coordinator:
         store_node: StoreNode,
         store_node_id: str,
         store_address: str,
+        copier: Copier | None,
         clock: Clock,
         metrics: GroupMetrics,
     ) -> None:
@@ -91,6 +94,9 @@ class Coordinator:
         self._store_address = store_address
         self._clock = clock
         self._metrics = metrics
+        self._copies = PrefixCopies(copier, layout, metrics)
+        self._fetch_speed = RecentSpeed()
+        self._tail = RecentMedian()
         self._orders = itertools.count()
         self._admission = AdmissionQueue(self._choose)
         self._open: dict[RequestKey, _OpenRequest] = {}
@@ -120,6 +126,29 @@ class Coordinator:
     @property
     def num_reservations(self) -> int:
         return sum(request.may_hold_reservation for request in self._open.values())
+
+    def load(self, session: GroupSession) -> dict[str, float]:
+        """What conductors decide by, see docs/operations.md; what is not known is left out."""
+        prefill, model = self._config, session.slowest_stage
+        known: dict[str, float | None] = {
+            "waiting": self.num_waiting,
+            "running": self.num_running,
+            "queued_tokens": self.queued_tokens,
+            "free_pages": session.pages.num_free,
+            "num_pages": session.pages.num_pages,
+            "num_stages": prefill.num_stages,
+            "chunk_tokens": prefill.chunk_tokens,
+            "max_step_s": None if prefill.chunking == "fixed" else prefill.max_step_s,
+            "queued_s": session.queued_s if model else None,
+            "step_overhead_s": model.overhead_s if model else None,
+            "step_token_s": model.token_s if model else None,
+            "step_pair_s": model.pair_s if model else None,
+            "step_knee_tokens": model.knee_tokens if model else None,
+            "fetch_bytes_per_s": self._fetch_speed.bytes_per_s,
+            "copy_bytes_per_s": self._copies.speed.bytes_per_s,
+            "tail_s": self._tail.value,
+        }
+        return {name: value for name, value in known.items() if value is not None}
 
     def open_session(self, session: GroupSession) -> None:
         """The group is complete."""
@@ -178,6 +207,7 @@ class Coordinator:
         self._metrics.running.set(self.num_running)
         self._metrics.queued_tokens.set(self.queued_tokens)
         session = self.session
+        self._metrics.queued_seconds.set(session.queued_s if session else 0)
         self._metrics.free_pages.set(session.pages.num_free if session else 0)
         self._metrics.in_flight_steps.set(session.log.in_flight_steps if session else 0)
         self._metrics.open_puts.set(session.log.open_puts if session else 0)
@@ -201,23 +231,33 @@ class Coordinator:
                 f"prefill group {self._config.group_id} has {session.pages.num_pages} (prefill.num_pages)",
                 reason=RejectReason.PROMPT_EXCEEDS_PREFILL_PAGES,
             )
-        if self.num_waiting >= self._config.max_queue:
+        self._check_queue(prompt)
+        session.arrive(prompt)
+        return prompt
+
+    def _check_queue(self, prompt: Prompt) -> None:
+        """A full queue still takes prompts of a tenant that has less than an even part of it. Raises: Rejected."""
+        if self.num_waiting < self._config.max_queue:
+            return
+        tenants = [each.prompt.share.tenant for each in self._open.values() if not each.is_admitted]
+        num_own, num_tenants = tenants.count(prompt.share.tenant), len({*tenants, prompt.share.tenant})
+        if num_own * num_tenants >= self._config.max_queue:
             raise Rejected(
-                f"{self.num_waiting} requests wait at prefill group {self._config.group_id}; the limit is "
-                f"{self._config.max_queue} (prefill.max_queue)",
+                f"{len(tenants)} requests wait at prefill group {self._config.group_id}, {num_own} of them of this tenant; the "
+                f"limit is {self._config.max_queue} (prefill.max_queue), shared by {num_tenants} tenants; try again later",
                 reason=RejectReason.QUEUE_FULL,
             )
-        session.expect(prompt, 0)
-        return prompt
 
     async def _run_until_deadline(self, request: _OpenRequest, emit: Emit, *, timeout_s: float) -> None:
         phase = "waiting for pages and room in the store"
         try:
             async with asyncio.timeout(timeout_s), request.interrupt:
-                await self._admit(request)
-                phase = "fetching the cached prefix"
-                request.fetch_started_s = request.fetch_ended_s = self._clock.now()
-                cursor = await self._fetch_while_reserved(request) if request.hit_blocks else 0
+                copy_timeout_s = min(timeout_s, self._copy_timeout_s(request))
+                async with self._copies.copying(request.prompt, timeout_s=copy_timeout_s) as copying:
+                    await self._admit(request)
+                    phase = "fetching the cached prefix"
+                    request.fetch_started_s = request.fetch_ended_s = self._clock.now()
+                    cursor = await self._fetch_while_reserved(request, copying)
                 request.session.expect(request.prompt, cursor)
                 phase = "computing and sealing the prompt"
                 request.is_accepted = True
@@ -275,8 +315,7 @@ class Coordinator:
             )
         if reply.result is not ReserveResult.RESERVED:
             return None
-        # The last token is always computed: it gives the first output token.
-        return min(reply.hit_blocks, (prompt.num_tokens - 1) // self._layout.block_tokens)
+        return min(reply.hit_blocks, self._most_hit_blocks(prompt))
 
     def _update_admission(self) -> None:
         # Later: whoever frees pages may be in the middle of choosing who gets them.
@@ -288,23 +327,60 @@ class Coordinator:
         requests = [self._open[key] for key in waiting]
         if self._room_is_for is not None:
             # Who has room and only lost its pages goes on: the room that is waited for may have to come from it.
-            requests = [each for each in requests if each.is_accepted or each.prompt.key == self._room_is_for]
+            room_for = self._open[self._room_is_for].prompt
+            requests = [
+                each
+                for each in requests
+                if each.is_accepted or each.prompt is room_for or each.prompt.share.priority > room_for.share.priority
+            ]
         chosen = self.session.choose([each.prompt for each in requests])
         return chosen.key if chosen else None
 
-    async def _fetch_while_reserved(self, request: _OpenRequest) -> int:
+    def _copy_timeout_s(self, request: _OpenRequest) -> float:
+        """For how long it is of use to copy what the conductor wants from another host; 0 when nothing is, or can be predicted."""
+        num_blocks = min(request.prompt.copy_blocks, self._most_hit_blocks(request.prompt))
+        if num_blocks <= request.hit_blocks:
+            return 0.0
+        now_s, then_s = (
+            request.session.predict_s(blocks * request.prompt.block_tokens, request.prompt.num_tokens)
+            for blocks in (request.hit_blocks, num_blocks)
+        )
+        return request.session.ahead_s(request.prompt) + now_s - then_s if now_s > then_s else 0.0
+
+    def _most_hit_blocks(self, prompt: Prompt) -> int:
+        """The last token is always computed: it gives the first output token."""
+        return (prompt.num_tokens - 1) // prompt.block_tokens
+
+    async def _fetch_while_reserved(self, request: _OpenRequest, copying: asyncio.Task[None] | None) -> int:
         """The first fetch of a request: nobody else renews its reservation yet."""
+        if not request.hit_blocks and copying is None:
+            return 0
         async with asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(self._keep_reserved(request.prompt.key))
-            cursor = await self._fetch(request)
+            if copying is not None:
+                await self._await_copy(request, copying)
+            cursor = await self._fetch(request) if request.hit_blocks else 0
             renewing.cancel()
         request.fetch_ended_s = self._clock.now()
         return cursor
 
+    async def _await_copy(self, request: _OpenRequest, copying: asyncio.Task[None]) -> None:
+        """Wait for the copy while others are computed, and then for as long as it saves; what has arrived counts as a hit."""
+        timeout_s = self._copy_timeout_s(request)
+        if not timeout_s:
+            return
+        started_s = self._clock.now()
+        await asyncio.wait([copying], timeout=timeout_s)
+        self._metrics.copy_wait_seconds.inc(self._clock.now() - started_s)
+        request.hit_blocks = await self._reserve(request) or request.hit_blocks
+
     async def _fetch(self, request: _OpenRequest) -> int:
         """Have the prefix hit on every stage; returns the tokens that they really hold: the cursor's start."""
+        started_s = self._clock.now()
         request.session.fetch(request.prompt, request.hit_blocks)
         fetched_blocks = await request.prompt.fetched
+        num_new = fetched_blocks - request.prompt.held_blocks
+        self._fetch_speed.add(num_new * self._layout.block_bytes, self._clock.now() - started_s)
         self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
         if fetched_blocks < request.hit_blocks:
             self._metrics.rewinds.inc()
@@ -418,6 +494,7 @@ class Coordinator:
                 partial = len(prompt.block_hashes)
                 await self._wait_until_stored(prompt, partial, partial + 1)
             await asyncio.wait([after])
+            self._note_tail(prompt)
             request.events.put_nowait(self._completed(prompt))
         except MoontideError as error:
             request.events.put_nowait(error)
@@ -428,6 +505,12 @@ class Coordinator:
             epoch=prompt.key.epoch,
             blocks=len(prompt.block_hashes),
         )
+
+    def _note_tail(self, prompt: Prompt) -> None:
+        assert prompt.first_token_s is not None, "it was announced"
+        tail_s = self._clock.now() - prompt.first_token_s
+        self._tail.add(tail_s)
+        self._metrics.tail_seconds.observe(tail_s)
 
     async def _seal_next(self, request: _OpenRequest, num_sealed: int) -> int:
         """Wait for more blocks and seal them; returns how many are sealed then."""

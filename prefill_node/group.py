@@ -186,6 +186,14 @@ class GroupLeader:
         for stage_idx in self._members:
             self._send(stage_idx, data)
 
+    @property
+    def member_node_ids(self) -> list[str]:
+        return [self._members[idx].hello.node_id for idx in sorted(self._members)]
+
+    def dismiss(self) -> None:
+        """Have the other stages become decode instances when this epoch ends. Raises nothing: one that is lost stays a stage."""
+        self.broadcast(stage_pb2.LogEntry(epoch=self._epoch, leave_group=stage_pb2.LeaveGroup()))
+
     async def close(self) -> None:
         if self._beating is not None:
             self._beating.cancel()

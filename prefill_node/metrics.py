@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from moontide.metrics import LATENCY_BUCKETS_S
-
-ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
 
 
 class StageMetrics:
@@ -80,6 +78,9 @@ class GroupMetrics:
         self.queued_tokens = Gauge(
             "prefill_queued_tokens", "Prompt tokens that no micro-batch has taken.", registry=registry
         )
+        self.queued_seconds = Gauge(
+            "prefill_queued_seconds", "Predicted time of the slowest stage for all that is here.", registry=registry
+        )
         self.free_pages = Gauge("prefill_free_pages", "Pages that no request holds.", registry=registry)
         self.num_pages = Gauge("prefill_num_pages", "Pages of the group.", registry=registry)
         self.in_flight_steps = Gauge(
@@ -89,6 +90,17 @@ class GroupMetrics:
         self.hit_tokens = Counter(
             "prefill_hit_tokens", "Prompt tokens whose KV came from the store.", registry=registry
         )
+        self.copies = Counter(
+            "prefill_copies", "Prefixes that the conductor wanted from another host's store: whole, part, given up, failed.",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.copy_wait_seconds = Counter(
+            "prefill_copy_wait_seconds", "Time that prompts with pages waited for their copy.", registry=registry
+        )
+        self.tail_seconds = Histogram(
+            "prefill_tail_seconds", "First token to everything of the prompt sealed.", buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )  # fmt: skip
         self.rewinds = Counter(
             "prefill_rewinds", "Prefix hits that were shorter than the store had said.", registry=registry
         )

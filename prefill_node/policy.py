@@ -4,15 +4,18 @@ lars  least slack relative to its work first: a long prompt is not starved, and 
       (Medha, arXiv:2409.17264: slack / predicted work)
 edf   earliest deadline first         srpt  shortest remaining work first         fcfs  first come, first served
 
-Whatever the policy, a prompt that has waited for a step longer than the starvation bound goes before all others.
+The policy orders the prompts of one tenant; above it, a higher priority class goes first, and the tenants of a class share the
+group (moontide/fair_share.py). Whatever the policy, a prompt that has waited for a step longer than the starvation bound goes before
+all others of its tenant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.pool import RequestKey
+from moontide.fair_share import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +32,25 @@ class Candidate:
     work_left_s: float
     served_s: float
     """When it was last given a step; its arrival before that."""
+    share: Share
+    """Whose part of the group's time it uses up."""
 
 
-def ranked(candidates: Iterable[Candidate], *, policy: str, now_s: float, starvation_s: float) -> list[Candidate]:
-    """The candidates in the order of service. Without predictions every policy but edf is first come, first served."""
+def ranked(
+    candidates: Iterable[Candidate], *, policy: str, now_s: float, starvation_s: float, shares: Sequence[Share]
+) -> list[Candidate]:
+    """The candidates in the order of service. Without predictions every policy but edf is first come, first served.
 
-    def place(candidate: Candidate) -> tuple[bool, float, int]:
+    Args:
+        shares: those of all candidates at least, in the order in which it is their turn.
+    """
+    places = {share.key: place for place, share in enumerate(shares)}
+
+    def place(candidate: Candidate) -> tuple[int, bool, float, int]:
+        turn = places[candidate.share.key]
         if is_starved(candidate, now_s=now_s, starvation_s=starvation_s):
-            return False, candidate.served_s, candidate.order
-        return True, _score(candidate, policy, now_s), candidate.order
+            return turn, False, candidate.served_s, candidate.order
+        return turn, True, _score(candidate, policy, now_s), candidate.order
 
     return sorted(candidates, key=place)
 
@@ -50,6 +63,7 @@ def keeps_turn(current: Candidate, first: Candidate, *, policy: str, now_s: floa
     """
     return (
         policy == "lars"
+        and current.share.key == first.share.key
         and current.work_left_s <= first.work_left_s
         and not is_starved(first, now_s=now_s, starvation_s=starvation_s)
     )

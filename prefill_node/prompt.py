@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from kvstore.block import BlockHash, hash_blocks, root_hash
@@ -12,6 +13,7 @@ from kvstore.layout import KVLayout
 from kvstore.pool import RequestKey
 from model_runner.model_source import ModelInfo
 from moontide.errors import BadRequest, PromptTooLong
+from moontide.fair_share import Share
 from moontide.sampling_params import SamplingParams
 from moontide.token_ids import TokenArray, unpack_token_ids
 from moontide_proto.v1 import common_pb2, prefill_pb2, stage_pb2
@@ -33,6 +35,8 @@ class Prompt:
         output_idx: int,
         arrived_s: float,
         ttft_slo_s: float | None,
+        share: Share,
+        copy_blocks: int = 0,
     ) -> None:
         self.key = key
         self.order = order
@@ -47,9 +51,15 @@ class Prompt:
         self.arrived_s = arrived_s
         self.ttft_slo_s = ttft_slo_s
         """Time from its arrival within which the first token is wanted; None: what was predicted decides."""
+        self.share = share
+        """Whose part of the group's time it uses up."""
+        self.copy_blocks = copy_blocks
+        """Leading blocks worth copying from another host's store."""
         self.pages: list[int] = []
         self.held_blocks = 0
         """Leading blocks that were in the pages when it took them."""
+        self.hit_tokens = 0
+        """Leading tokens that need not be computed, as far as that is known."""
         self.num_pages_sent = 0
         self.num_chunks = 0
         self.fetched: asyncio.Future[int]
@@ -123,6 +133,11 @@ def read_prompt(
         raise BadRequest(f"timeout_s={message.timeout_s} must be above 0", param="timeout_s")
     if message.HasField("ttft_slo_s") and not message.ttft_slo_s > 0:
         raise BadRequest(f"ttft_slo_s={message.ttft_slo_s} must be above 0", param="ttft_slo_s")
+    if not 0 <= message.tenant_weight < math.inf:
+        raise BadRequest(
+            f"tenant_weight={message.tenant_weight} must be 0, which counts as 1, or a number above",
+            param="tenant_weight",
+        )
     try:
         token_ids = unpack_token_ids(message.token_ids)
     except ValueError as error:
@@ -136,15 +151,18 @@ def read_prompt(
             f"token id {token_ids.max()} is outside of the vocabulary of {info.vocab_size}", param="token_ids"
         )
     root = root_hash(layout.digest(), message.cache_salt)
+    block_hashes = hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root)
     return Prompt(
         key=RequestKey(message.request_id, message.epoch),
         order=order,
         token_ids=token_ids,
         root=root,
-        block_hashes=hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root),
+        block_hashes=block_hashes,
         block_tokens=layout.block_tokens,
         sampling=SamplingParams.from_proto(message.sampling),
         output_idx=message.output_idx,
         arrived_s=arrived_s,
         ttft_slo_s=message.ttft_slo_s if message.HasField("ttft_slo_s") else None,
+        share=Share(tenant=message.tenant, priority=message.priority, weight=message.tenant_weight or 1.0),
+        copy_blocks=min(message.copy_blocks, len(block_hashes)),
     )

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.pool import RequestKey
+from moontide.fair_share import Share
 from moontide.perf_model import StepShape
 from prefill_node.chunking import ChunkPlanner
-from prefill_node.policy import Candidate, is_starved, keeps_turn, ranked
+from prefill_node.policy import Candidate
+from prefill_node.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class _Queued:
     work_s: float
     deadline_s: float
     served_s: float
+    share: Share
     in_pipeline: int = 0
     """Chunks that have not left the last stage."""
 
@@ -54,24 +57,23 @@ class Scheduler:
         self,
         *,
         mode: str,
-        policy: str,
+        turns: Turns,
         planner: ChunkPlanner,
         max_in_flight_steps: int,
-        starvation_s: float,
         on_preempted: Callable[[], None],
         on_starved: Callable[[], None],
     ) -> None:
         """
         Args:
             mode: cpp | chunked-serial | request-pp, as in PrefillConfig.
+            turns: all queued prompts have entered it.
             on_preempted: a prompt that got the last step and has chunks left lets another one go first.
             on_starved: a step goes to a prompt only because it has waited too long.
         """
         self._mode = mode
-        self._policy = policy
+        self._turns = turns
         self._planner = planner
         self._max_in_flight_steps = max_in_flight_steps
-        self._starvation_s = starvation_s
         self._queue: dict[RequestKey, _Queued] = {}
         self._last_served: RequestKey | None = None
         self._on_preempted = on_preempted
@@ -82,8 +84,24 @@ class Scheduler:
         """Prompt tokens that no micro-batch has taken yet."""
         return sum(queued.num_tokens - queued.cursor for queued in self._queue.values())
 
+    @property
+    def queued_s(self) -> float:
+        """Predicted time of the slowest stage for them; 0 while nothing is known."""
+        return sum(
+            self._planner.bottleneck_s(queued.cursor, queued.num_tokens, queued.step_s)
+            for queued in self._queue.values()
+        )
+
     def add(
-        self, key: RequestKey, *, order: int, num_tokens: int, cursor: int, deadline_s: float, now_s: float
+        self,
+        key: RequestKey,
+        *,
+        order: int,
+        num_tokens: int,
+        cursor: int,
+        deadline_s: float,
+        share: Share,
+        now_s: float,
     ) -> None:
         """Queue a prompt whose first `cursor` tokens are in the pages. `order` is its place in the line of arrivals."""
         assert 0 <= cursor < num_tokens, f"cursor {cursor} of {num_tokens} tokens: the last one is always computed"
@@ -97,6 +115,7 @@ class Scheduler:
             work_s=self._planner.remaining_s(cursor, num_tokens, step_s),
             deadline_s=deadline_s,
             served_s=now_s,
+            share=share,
         )
 
     def remove(self, key: RequestKey) -> None:
@@ -115,6 +134,7 @@ class Scheduler:
         if not line:
             return []
         self._note_turn(line[0], now_s)
+        shares = [line[0].share]
         batch = [self._take(self._queue[line[0].key], now_s)]
         shape = batch[0].shape
         if batch[0].is_last:
@@ -123,7 +143,11 @@ class Scheduler:
                 extra = StepShape.of_chunk(queued.num_tokens - queued.cursor, queued.cursor)
                 if self._planner.has_room(shape, extra):
                     batch.append(self._take(queued, now_s, num_tokens=extra.tokens))
+                    shares.append(queued.share)
                     shape += extra
+        token_s = self._planner.charged_s(shape) / shape.tokens
+        for planned, share in zip(batch, shares, strict=True):
+            self._turns.charge(share, planned.num_tokens * token_s)
         return batch
 
     def chunk_left(self, key: RequestKey) -> None:
@@ -141,11 +165,9 @@ class Scheduler:
             for queued in self._queue.values()
             if self._mode != "chunked-serial" or not queued.in_pipeline
         ]
-        line = ranked(ready, policy=self._policy, now_s=now_s, starvation_s=self._starvation_s)
+        line = self._turns.ranked(ready, now_s)
         current = next((candidate for candidate in line if candidate.key == self._last_served), None)
-        if current is not None and keeps_turn(
-            current, line[0], policy=self._policy, now_s=now_s, starvation_s=self._starvation_s
-        ):
+        if current is not None and self._turns.keeps_turn(current, line[0], now_s):
             line.remove(current)
             line.insert(0, current)
         return line
@@ -158,6 +180,7 @@ class Scheduler:
             work_s=queued.work_s,
             work_left_s=self._planner.remaining_s(queued.cursor, queued.num_tokens, queued.step_s),
             served_s=queued.served_s,
+            share=queued.share,
         )
 
     def _take(self, queued: _Queued, now_s: float, *, num_tokens: int = 0) -> PlannedChunk:
@@ -179,5 +202,5 @@ class Scheduler:
     def _note_turn(self, first: Candidate, now_s: float) -> None:
         if self._last_served in self._queue and self._last_served != first.key:
             self._on_preempted()
-        if is_starved(first, now_s=now_s, starvation_s=self._starvation_s):
+        if self._turns.is_starved(first, now_s):
             self._on_starved()

@@ -10,6 +10,7 @@ Runs on the event loop and never waits. When the group is lost the whole object 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 
 from kvstore.pool import RequestKey
@@ -23,10 +24,11 @@ from prefill_node.admission import Holder, choose_victims
 from prefill_node.chunking import ChunkPlanner
 from prefill_node.config import PrefillConfig
 from prefill_node.metrics import GroupMetrics
-from prefill_node.policy import Candidate, is_starved, ranked
+from prefill_node.policy import Candidate
 from prefill_node.prompt import Prompt
 from prefill_node.scheduler import PlannedChunk, Scheduler
 from prefill_node.step_log import LogViolation, PutsOutcome, StepLog, chunk_key
+from prefill_node.turns import Turns
 
 Send = Callable[[stage_pb2.LogEntry], None]
 
@@ -73,12 +75,13 @@ class GroupSession:
             block_tokens=block_tokens,
             max_step_s=config.max_step_s,
         )
+        # A turn is the longest planned step: what a tenant that comes waits for while another one has the group.
+        self._turns = Turns(policy=config.policy, starvation_s=config.starvation_s, quantum_s=config.max_step_s)
         self._scheduler = Scheduler(
             mode=config.mode,
-            policy=config.policy,
+            turns=self._turns,
             planner=self._planner,
             max_in_flight_steps=config.max_in_flight_steps,
-            starvation_s=config.starvation_s,
             on_preempted=metrics.preemptions.inc,
             on_starved=metrics.starved_steps.inc,
         )
@@ -86,6 +89,8 @@ class GroupSession:
         self._clock = clock
         self._metrics = metrics
         self._prompts: dict[RequestKey, Prompt] = {}
+        self._unplanned: dict[RequestKey, Prompt] = {}
+        """Prompts that the scheduler does not know: they wait for pages or for their prefix."""
         self._bubbles = _Bubbles(config.num_stages, metrics)
         self._use_models()
 
@@ -106,9 +111,36 @@ class GroupSession:
         """Expected time to compute tokens [first_token, num_tokens) of a prompt, alone in the group; 0 before anything was measured."""
         return self._planner.remaining_s(first_token, num_tokens, self._planner.step_s(first_token, num_tokens))
 
+    @property
+    def slowest_stage(self) -> StepModel | None:
+        """The model of the stage that takes longest for a full chunk behind another; None before anything was measured."""
+        return self._planner.stages[self._slowest_idx] if self._planner.stages else None
+
+    @property
+    def queued_s(self) -> float:
+        """Predicted time until the slowest stage has done all that is here; 0 before anything was measured."""
+        waiting = (
+            (max(prompt.put_tokens, prompt.hit_tokens), prompt.num_tokens) for prompt in self._unplanned.values()
+        )
+        waiting_s = sum(self._planner.bottleneck_s(*each, self._planner.step_s(*each)) for each in waiting)
+        return self._in_flight_s + self._scheduler.queued_s + waiting_s
+
+    def ahead_s(self, prompt: Prompt) -> float:
+        """Predicted time until a prompt that is not planned yet would get its first step if nobody else came."""
+        waiting = [self._candidate(each) for each in self._unplanned.values()]
+        line = self._turns.ranked([*self._scheduler.candidates(), *waiting], self._clock.now())
+        before = itertools.takewhile(lambda candidate: candidate.key != prompt.key, line)
+        return self._in_flight_s + sum(candidate.work_left_s for candidate in before)
+
     def is_starved(self, prompt: Prompt) -> bool:
         """Whether a prompt without pages has waited so long that it goes first."""
-        return is_starved(self._candidate(prompt), now_s=self._clock.now(), starvation_s=self._config.starvation_s)
+        return self._turns.is_starved(self._candidate(prompt), self._clock.now())
+
+    def arrive(self, prompt: Prompt) -> None:
+        """The prompt is here, until it is finished; now it waits for pages."""
+        self.expect(prompt, 0)
+        self._turns.enter(prompt.key, prompt.share)
+        self._unplanned[prompt.key] = prompt
 
     def expect(self, prompt: Prompt, cursor: int) -> None:
         """Note how long the prompt will take from token `cursor` on, and so when its first token is wanted."""
@@ -120,14 +152,14 @@ class GroupSession:
         """Which of the waiting prompts may take its pages now; takes pages away from others if that is how it will fit."""
         now_s = self._clock.now()
         by_key = {prompt.key: prompt for prompt in waiting}
-        line = self._ranked([self._candidate(prompt) for prompt in waiting], now_s)
+        line = self._turns.ranked([self._candidate(prompt) for prompt in waiting], now_s)
         for candidate in line:
             prompt = by_key[candidate.key]
             if candidate is line[0] and prompt.num_pages > self.pages.num_free:
                 self._make_room(candidate, prompt, now_s)
             if prompt.num_pages <= self.pages.num_free:
                 return prompt
-            if is_starved(candidate, now_s=now_s, starvation_s=self._config.starvation_s) or self._is_making_room:
+            if self._turns.is_starved(candidate, now_s) or self._is_making_room:
                 return None
         return None
 
@@ -139,6 +171,7 @@ class GroupSession:
         """
         names = prompt.block_hashes[:hit_blocks] if prompt.key.epoch == _FIRST_EPOCH else []
         prompt.pages, prompt.held_blocks = self.pages.take(prompt.num_pages, names=names)
+        prompt.hit_tokens = hit_blocks * prompt.block_tokens
         prompt.num_pages_sent = 0
         prompt.put_tokens = prompt.held_blocks * prompt.block_tokens
         self._prompts[prompt.key] = prompt
@@ -163,18 +196,22 @@ class GroupSession:
     def compute(self, prompt: Prompt, *, cursor: int) -> None:
         """Compute the prompt from token `cursor` on, when it is its turn."""
         prompt.put_tokens = cursor
+        self._unplanned.pop(prompt.key, None)
         self._scheduler.add(
             prompt.key,
             order=prompt.order,
             num_tokens=prompt.num_tokens,
             cursor=cursor,
             deadline_s=prompt.deadline_s,
+            share=prompt.share,
             now_s=self._clock.now(),
         )
         self._pump()
 
     def finish(self, prompt: Prompt) -> None:
         """The prompt is done, or given up in whatever phase; its pages are free after the fence."""
+        self._turns.leave(prompt.key)
+        self._unplanned.pop(prompt.key, None)
         if prompt.key not in self._prompts:
             return
         self._scheduler.remove(prompt.key)
@@ -220,10 +257,8 @@ class GroupSession:
             work_s=prompt.predicted_s,
             work_left_s=self.predict_s(prompt.put_tokens, prompt.num_tokens),
             served_s=prompt.waiting_since_s,
+            share=prompt.share,
         )
-
-    def _ranked(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        return ranked(candidates, policy=self._config.policy, now_s=now_s, starvation_s=self._config.starvation_s)
 
     def _make_room(self, wanting: Candidate, prompt: Prompt, now_s: float) -> None:
         """Take the pages of prompts behind the first in line, if it fits then. Pages that are on their way back count as free.
@@ -232,7 +267,7 @@ class GroupSession:
         """
         if self._config.push == "after-prefill":
             return
-        running = self._ranked([*self._scheduler.candidates(), wanting], now_s)
+        running = self._turns.ranked([*self._scheduler.candidates(), wanting], now_s)
         behind = running[running.index(wanting) + 1 :]
         holders = [Holder(candidate=each, num_pages=self._own_pages(each.key)) for each in behind]
         coming = sum(self._own_pages(key) for key, other in self._prompts.items() if other.is_dropping)
@@ -253,6 +288,7 @@ class GroupSession:
         """Take the pages of a prompt away once what it has in the pipeline is in the store; it goes on when it has pages again."""
         self._metrics.drops.inc()
         self._scheduler.remove(prompt.key)
+        self._unplanned[prompt.key] = prompt
         prompt.waiting_since_s = self._clock.now()
         prompt.is_dropping = True
         self._end_if_drained(prompt.key)
@@ -280,6 +316,9 @@ class GroupSession:
                 self.last_report_s = self._clock.now()
                 self._bubbles.start(self.last_report_s)
             self._note_step(planned)
+            for chunk in planned:
+                if chunk.is_last:
+                    self._turns.leave(chunk.key)
             self._send(self.log.append_compute([self._chunk(chunk) for chunk in planned]))
 
     def _note_step(self, planned: Sequence[PlannedChunk]) -> None:
@@ -336,7 +375,7 @@ class GroupSession:
 
     def _learn(self, stage_idx: int, chunks: Sequence[stage_pb2.Chunk], compute_s: float) -> float:
         """Improve the stage's model by a step that ran; returns what was expected of it, 0 without a model."""
-        shape = StepShape.of_chunks((chunk.num_tokens, chunk.first_token) for chunk in chunks)
+        shape = _shape(chunks)
         sample, fit = StepSample(shape, compute_s), self._fits[stage_idx]
         before = fit.model
         if before is not None and compute_s > 0:
@@ -350,6 +389,25 @@ class GroupSession:
         models = [fit.model for fit in self._fits]
         if all(models):
             self._planner.set_stages([model for model in models if model])
+
+    @property
+    def _slowest_idx(self) -> int:
+        shape = StepShape.of_chunk(self._config.chunk_tokens, self._config.chunk_tokens)
+        times_s = [stage.time_s(shape) for stage in self._planner.stages]
+        return times_s.index(max(times_s))
+
+    @property
+    def _in_flight_s(self) -> float:
+        """Predicted time of the slowest stage for the steps that it has not computed; 0 before anything was measured."""
+        model = self.slowest_stage
+        if model is None:
+            return 0.0
+        steps = self.log.uncomputed(self._slowest_idx)
+        times_s = [model.time_s(_shape(chunks)) for chunks in steps]
+        if times_s:
+            running_s = self._clock.now() - self._bubbles.idle_since_s(self._slowest_idx)
+            times_s[0] = max(0.0, times_s[0] - running_s)
+        return sum(times_s)
 
     def _note_tokens(self, chunks: Sequence[stage_pb2.Chunk], tokens: Sequence[common_pb2.Token], now: float) -> None:
         last = [chunk for chunk in chunks if chunk.is_last]
@@ -424,8 +482,16 @@ class _Bubbles:
             for idx in range(len(self._idle_since_s)):
                 self._count(idx, now_s)
 
+    def idle_since_s(self, stage_idx: int) -> float:
+        """When a stage had last computed a step, or the first one came into an empty pipeline."""
+        return self._idle_since_s[stage_idx]
+
     def _count(self, stage_idx: int, until_s: float) -> None:
         self._metrics.bubble_seconds.labels(stage_idx).inc(max(0.0, until_s - self._idle_since_s[stage_idx]))
+
+
+def _shape(chunks: Sequence[stage_pb2.Chunk]) -> StepShape:
+    return StepShape.of_chunks((chunk.num_tokens, chunk.first_token) for chunk in chunks)
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,16 +21,21 @@ from kvstore.layout import KVLayout
 from kvstore.node import NodeIdentity, StoreNode
 from kvstore.preflight import require_store
 from kvstore.transfer.base import Transfer
+from model_runner.footprint import check_room, footprint_in_role, free_bytes
+from model_runner.model_source import DescribedModel
 from model_runner.runner import Runner
 from model_runner.stage import StageSpec
 from moontide.clock import Clock, MonotonicClock
-from moontide.errors import ConfigError, MoontideError, NodeLost
+from moontide.config import to_tree
+from moontide.errors import ConfigError, MoontideError, NodeLost, RoleRefused
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
 from moontide.perf_model import StepModel
 from moontide.registry import Announcer, NodeRecord
+from moontide.roles import SERVICE_NAME as NODE_SERVICE_NAME
+from moontide.roles import NodeServicer, RoleSwitch, Successor
 from moontide.rpc import Server
-from moontide_proto.v1 import prefill_pb2_grpc, stage_pb2
+from moontide_proto.v1 import node_pb2_grpc, prefill_pb2_grpc, stage_pb2
 from prefill_node.balance import UnevenStages, uneven_stages
 from prefill_node.config import PrefillNodeConfig, split_address
 from prefill_node.coordinator import Coordinator
@@ -39,6 +44,7 @@ from prefill_node.link import LinkListener, LinkReceiver, LinkSender
 from prefill_node.measured_split import MeasuredSplit
 from prefill_node.metrics import GroupMetrics, StageMetrics
 from prefill_node.pipeline import Report, StagePipeline, StageThreads
+from prefill_node.prefix_copy import Copier
 from prefill_node.service import SERVICE_NAME, PrefillServicer
 from prefill_node.session import GroupSession
 
@@ -50,6 +56,8 @@ _DRAIN_TIMEOUT_S = 60.0
 """Longest wait for the jobs of an ended epoch; one forward or one batch of puts each."""
 _CLOSE_TIMEOUT_S = 20.0
 """Longest wait for these jobs when the stage closes."""
+_ALONE_S = 60.0
+"""A decode instance that became a stage waits so long for the others, also when one is lost later, and then becomes what it was."""
 _STUCK_S = 300.0
 """With work in the log and no report for so long, a stage hangs although its heart beats."""
 
@@ -62,6 +70,7 @@ class Stage:
     def __init__(
         self,
         config: PrefillNodeConfig,
+        described: DescribedModel,
         runner: Runner,
         client: StoreClient,
         *,
@@ -71,6 +80,7 @@ class Stage:
         step_model: StepModel | None,
         transfer: Transfer,
         store_node: StoreNode,
+        copier: Copier | None = None,
         registry: CollectorRegistry | None = None,
         clock: Clock | None = None,
         resources: AsyncExitStack | None = None,
@@ -81,9 +91,18 @@ class Stage:
             measured_split: where a better one is kept; None: the split stays.
             step_model: how long this stage takes for a step, if that is known.
             transfer: only its health is asked here.
+            copier: has prefixes copied from other hosts; None: nobody has.
             resources: what this stage owns beyond its own parts; closed last.
         """
         self._config = config
+        self._described = described
+        self.switch = RoleSwitch(
+            "prefill",
+            to_tree(config),
+            check=self._check_successor,
+            companions=self._companions,
+            on_leaving=self._dismiss_others,
+        )
         self._runner = runner
         self._client = client
         self._layout = layout
@@ -93,6 +112,7 @@ class Stage:
         self._uneven_stages = ""
         self._transfer = transfer
         self._store_node = store_node
+        self._copier = copier
         self._clock: Clock = clock or MonotonicClock()
         self._resources = resources or AsyncExitStack()
         self._boot_id = secrets.token_hex(8)
@@ -143,7 +163,7 @@ class Stage:
             raise
 
     async def wait_failed(self) -> None:
-        """Return never, or raise what ended a background task: the process should end then."""
+        """Raise what ended a background task: the process should end then. Return only when the stage is to change its role."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -215,6 +235,7 @@ class Stage:
             store_node=self._store_node,
             store_node_id=store_node_id,
             store_address=self._config.store.service_address,
+            copier=self._copier,
             clock=self._clock,
             metrics=self._group_metrics,
         )
@@ -233,6 +254,7 @@ class Stage:
             uneven_stages=lambda: self._uneven_stages,
         )
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer, SERVICE_NAME)
+        self._server.add(node_pb2_grpc.add_NodeServicer_to_server, NodeServicer(self.switch), NODE_SERVICE_NAME)
         self.grpc_address = f"{node.host}:{await self._server.start(node.host, node.grpc_port)}"
         self._announcer = Announcer(self._config.registry, self._record)
         await self._announcer.start()
@@ -251,9 +273,34 @@ class Stage:
             step_model=told,
             layer_split=[spec.num_local_layers for spec in self._split],
             store_node_id=self._store.node_id,
+            node_id=self._config.node.node_id,
         )
 
     # Stage 0.
+
+    async def _check_successor(self, successor: Successor) -> None:
+        """Whether every stage has room for what it becomes, as far as this one can say: the others' machines are taken to be like this one.
+
+        Raises: RoleRefused when they do not, or the group is not complete; ConfigError.
+        """
+        if not self.is_grouped:
+            raise RoleRefused(f"{self.not_ready()}; wait until it is")
+        model = self._config.model
+        num_stages = self._config.prefill.num_stages if model.device == "cpu" else 1
+
+        def check() -> None:
+            now = footprint_in_role(self._described, "prefill", to_tree(self._config))
+            needed = footprint_in_role(self._described, successor.role, successor.settings)
+            check_room(needed, now=now, free_bytes=free_bytes(model), num_nodes=num_stages)
+
+        await asyncio.to_thread(check)
+
+    def _companions(self) -> list[str]:
+        return self._leader.member_node_ids if self._leader is not None else []
+
+    def _dismiss_others(self) -> None:
+        if self._leader is not None:
+            self._leader.dismiss()
 
     async def _lead(self, leader: GroupLeader, coordinator: Coordinator) -> None:
         prefill = self._config.prefill
@@ -331,7 +378,6 @@ class Stage:
         coordinator = self.coordinator
         if self.not_ready() is not None or coordinator is None or coordinator.session is None:
             return None
-        pages = coordinator.session.pages
         return NodeRecord(
             node_id=self._config.node.node_id,
             role="prefill",
@@ -342,13 +388,7 @@ class Stage:
             layout_json=self._layout.to_json(),
             host_id=self._config.node.resolve_host_id(),
             pid=os.getpid(),
-            load={
-                "waiting": coordinator.num_waiting,
-                "running": coordinator.num_running,
-                "queued_tokens": coordinator.queued_tokens,
-                "free_pages": pages.num_free,
-                "num_pages": pages.num_pages,
-            },
+            load=coordinator.load(coordinator.session),
         )
 
     # Later stages.
@@ -383,7 +423,9 @@ class Stage:
             sender = await self._open_sender(welcome.next_link_address, welcome.epoch)
             receiver = await self._listener.connection(welcome.epoch, timeout_s=self._config.prefill.peer_timeout_s)
             await self._set_grouped(True, epoch=welcome.epoch)
-            reason = await _first_end(member.follow(pipeline.apply), pipeline.run(receiver=receiver, sender=sender))
+            reason = await _first_end(
+                member.follow(self._applier(pipeline)), pipeline.run(receiver=receiver, sender=sender)
+            )
         except NodeLost as error:
             reason = str(error)
         finally:
@@ -392,6 +434,15 @@ class Stage:
                 if link is not None:
                     link.close()
             await self._end_epoch(pipeline, epoch=welcome.epoch, reason=reason)
+
+    def _applier(self, pipeline: StagePipeline) -> Callable[[stage_pb2.LogEntry], None]:
+        def apply(entry: stage_pb2.LogEntry) -> None:
+            if entry.HasField("leave_group"):
+                self.switch.follow("decode")
+            else:
+                pipeline.apply(entry)
+
+        return apply
 
     # Both.
 
@@ -462,8 +513,15 @@ class Stage:
 
     async def _watch(self) -> None:
         """Ask the store how it is, keep the measures current, and find a stage that hangs."""
+        grouped_s = self._clock.now()
         while True:
             await asyncio.sleep(self._config.prefill.heartbeat_s)
+            if self.is_grouped:
+                grouped_s = self._clock.now()
+            elif self.switch.is_away and self._clock.now() - grouped_s > _ALONE_S:
+                log.warning("no group; the node returns to the role that it was deployed in", waited_s=_ALONE_S)
+                self.switch.return_home()
+                return
             before = self.not_ready()
             await self._check_store()
             if self.not_ready() != before:

@@ -20,17 +20,23 @@ from model_runner.runner import StageRunner
 from model_runner.stage import MEASURED, parse_layer_split
 from prefill_node.config import PrefillNodeConfig
 from prefill_node.measured_split import MeasuredSplit
+from prefill_node.prefix_copy import Copier
 from prefill_node.stage import Stage
 
 
 async def start_stage(
-    config: PrefillNodeConfig, *, transfer: Transfer | None = None, store_node: StoreNode | None = None
+    config: PrefillNodeConfig,
+    *,
+    transfer: Transfer | None = None,
+    store_node: StoreNode | None = None,
+    copier: Copier | None = None,
 ) -> Stage:
     """Load the model's stage and start it; the caller closes it.
 
     Args:
         transfer: for the pages and the store; None attaches to this host's store process. The caller closes what it gives.
         store_node: the same for reservations and seals.
+        copier: the same for copies from other hosts; none are made where only `store_node` is given.
     Raises: ConfigError (ModelError for the model), OSError for ports in use.
     """
     torch.set_num_threads(config.model.threads)
@@ -54,7 +60,7 @@ async def start_stage(
             transfer = await attach(config.store, arena_bytes=arena_bytes)
             opened.callback(transfer.close)
         if store_node is None:
-            store_node = StoreNodeClient(config.store.service_address)
+            store_node = copier = StoreNodeClient(config.store.service_address)
             opened.push_async_callback(store_node.close)
         arena = transfer.allocate(arena_bytes)
         runner = await asyncio.to_thread(
@@ -68,6 +74,7 @@ async def start_stage(
         registry = CollectorRegistry()
         stage = Stage(
             config,
+            described,
             runner,
             StoreClient(transfer, layout, registry=registry),
             layout=layout,
@@ -76,6 +83,7 @@ async def start_stage(
             step_model=step_model,
             transfer=transfer,
             store_node=store_node,
+            copier=copier,
             registry=registry,
             resources=opened.pop_all(),
         )

@@ -130,6 +130,10 @@ class StepLog:
         """What an open step consists of."""
         return self._step(seq).chunks
 
+    def uncomputed(self, stage_idx: int) -> list[tuple[stage_pb2.Chunk, ...]]:
+        """Steps that a stage has not computed yet, the next one first."""
+        return [step.chunks for step in self._steps.values() if stage_idx in step.computing]
+
     def step_done(self, stage_idx: int, seq: int) -> tuple[stage_pb2.Chunk, ...]:
         """A stage has computed a step; returns its chunks. Stages compute in the order of the log."""
         step = self._step(seq)

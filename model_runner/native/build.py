@@ -1,95 +1,19 @@
-"""Compiles kernels.cpp at first use and keeps the library in the cache folder.
+"""Compiles kernels.cpp."""
 
-The file's name holds a digest of source, flags and compiler, so an edited source or another compiler makes a new one
-and nothing is ever stale. Several processes may ask at the same time: one compiles, the others wait.
-"""
-
-import fcntl
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from moontide.config import cache_dir
+from moontide import native_build
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
-    "-O3",
-    "-std=c++17",
     "-march=x86-64-v4",
     "-mavx512bf16",
     # Else the compiler fuses a product and a sum in one inlined copy of a function and not in another: two results.
     "-ffp-contract=off",
     "-fopenmp",
-    "-shared",
-    "-fPIC",
 )
-_COMPILE_TIMEOUT_S = 120.0
-_LOCK_TIMEOUT_S = 180.0
-
-
-class BuildFailed(Exception):
-    """The kernels cannot be compiled here; the message is a reason for people to read."""
 
 
 def build_library() -> Path:
     """Path of the compiled kernels; compiles them (about three seconds) if nobody has yet. Raises: BuildFailed."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise BuildFailed("there is no g++ on PATH")
-    directory = cache_dir() / "native"
-    library = directory / f"kernels-{_digest(compiler)}.so"
-    if library.exists():
-        return library
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with _locked(library.with_suffix(".lock")):
-            if not library.exists():
-                _compile(compiler, library)
-    except OSError as error:
-        raise BuildFailed(f"{directory} is not writable ({error})") from error
-    return library
-
-
-def _digest(compiler: str) -> str:
-    version = _run([compiler, "--version"])
-    return hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, version)).encode()).hexdigest()[:16]
-
-
-def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        output = Path(scratch) / library.name
-        _run([compiler, *_FLAGS, "-o", str(output), str(_SOURCE)])
-        os.replace(output, library)
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=True)
-    except subprocess.TimeoutExpired as error:
-        raise BuildFailed(f"{command[0]} did not end within {_COMPILE_TIMEOUT_S:.0f} s") from error
-    except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
-        raise BuildFailed(f"{command[0]} failed: {reason}") from error
-    return done.stdout
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock that dies with its process."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with file.open("w") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise BuildFailed(f"another process has held {file} for {_LOCK_TIMEOUT_S:.0f} s") from error
-                time.sleep(0.1)
-        yield
+    return native_build.build_library(_SOURCE, flags=_FLAGS)

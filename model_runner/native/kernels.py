@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model_runner.native.build import BuildFailed, build_library
+from model_runner.native.build import build_library
 from moontide.errors import ConfigError
 from moontide.log import get_logger
+from moontide.native_build import BuildFailed
 
 log = get_logger(__name__)
 

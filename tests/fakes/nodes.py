@@ -6,6 +6,7 @@ Every node knows the whole answer: token i of it is `answer[i]`, whoever is aske
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from conductor.registry import Node
 from kvstore.layout import KVLayout
 from moontide.deadline import Deadline
-from moontide.errors import BlockMissing, MoontideError, NodeLost, Rejected
+from moontide.errors import BlockMissing, Declined, MoontideError, NodeLost, Rejected
 from moontide.registry import NodeRecord
 from moontide.rpc import Server, abort
 from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
@@ -154,16 +155,22 @@ class _Opened:
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServicer):
-    """Faults: "missing" (BlockMissing at start), "lost 3" (the session breaks after three tokens), "length 1" (ends for length after one),
-    "pause 3" (sends nothing more)."""
+    """Faults: "declined" (at open), "missing" (BlockMissing at start), "lost 3" (the session breaks after three tokens), "length 1"
+    (ends for length after one), "pause 3" (sends nothing more). A prompt that it prefills itself has the latter three."""
 
     def __init__(self, node_id: str, answer: Sequence[int]) -> None:
         self.node_id = node_id
         self.answer = answer
         self.faults: deque[str] = deque()
         self.opened: list[Key] = []
+        self.local: list[Key] = []
+        """Those whose prompt it was told to compute."""
+        self.tbt_slos_s: list[float | None] = []
+        """Of `opened`."""
         self.store_addresses: list[str] = []
-        """Of requests that were started: where their answers are written back."""
+        """Of requests that were started, or prefilled here: where their answers are written back."""
+        self.hit_tokens = 0
+        """Of prompts that it computes."""
         self.open: set[Key] = set()
         self.cancelled: list[Key] = []
         self.num_sessions = 0
@@ -192,10 +199,21 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 key = (command.request_id, command.epoch)
                 match command.WhichOneof("command"):
                     case "open":
-                        num_tokens = len(unpack_token_ids(command.open.token_ids))
-                        requests[key] = _Opened(SamplingParams.from_proto(command.open.sampling), num_tokens)
+                        opening = command.open
+                        num_tokens = len(unpack_token_ids(opening.token_ids))
+                        requests[key] = _Opened(SamplingParams.from_proto(opening.sampling), num_tokens)
                         self.opened.append(key)
+                        self.tbt_slos_s.append(opening.tbt_slo_s if opening.HasField("tbt_slo_s") else None)
+                        if self.faults and self.faults[0] == "declined":
+                            self.faults.popleft()
+                            _emit(events, key, failed=_failed(Declined("steps would take too long")))
+                            continue
                         self.open.add(key)
+                        if opening.HasField("local_prefill"):
+                            self.local.append(key)
+                            self.store_addresses.append(opening.local_prefill.store_address)
+                            work = self._prefill(key, requests[key], opening.output_idx, events)
+                            running[key] = group.create_task(work)
                     case "sealed":
                         assert command.sealed.store_node_id == HOLDER
                         requests[key].sealed_blocks = command.sealed.num_blocks
@@ -211,23 +229,26 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                         if key in running:
                             running.pop(key).cancel()
 
+    async def _prefill(self, key: Key, opened: _Opened, output_idx: int, events: asyncio.Queue[Any]) -> None:
+        fault = self.faults.popleft() if self.faults else ""
+        done = decode_pb2.LocalPrefillDone(hit_tokens=self.hit_tokens, queue_s=1e-4, fetch_s=1e-4, compute_s=1e-3)
+        _emit(events, key, local_prefill_done=done)
+        await self._answer(key, opened, output_idx, fault, events)
+
     async def _decode(self, key: Key, opened: _Opened, first: common_pb2.Token, events: asyncio.Queue[Any]) -> None:
         fault = self.faults.popleft() if self.faults else ""
-
-        def emit(**event: Any) -> None:
-            events.put_nowait(decode_pb2.DecodeEvent(request_id=key[0], epoch=key[1], **event))
-
         if fault == "missing":
             self.open.discard(key)
-            emit(failed=decode_pb2.DecodeFailed(code="BlockMissing", message="block 0 is gone", retriable=True))
+            _emit(events, key, failed=_failed(BlockMissing("block 0 is gone")))
             return
         assert first.token_id == self.answer[first.output_idx]
-        emit(
-            pulled=decode_pb2.DecodePulled(
-                spans=[common_pb2.Span(name="pull", track="decode", duration_s=0.001)], age_s=0.002
-            )
-        )
-        for num_sent, output_idx in enumerate(range(first.output_idx + 1, len(self.answer))):
+        span = common_pb2.Span(name="pull", track="decode", duration_s=0.001)
+        _emit(events, key, pulled=decode_pb2.DecodePulled(spans=[span], age_s=0.002))
+        await self._answer(key, opened, first.output_idx + 1, fault, events)
+
+    async def _answer(self, key: Key, opened: _Opened, first_idx: int, fault: str, events: asyncio.Queue[Any]) -> None:
+        """Send the tokens from `first_idx` on."""
+        for num_sent, output_idx in enumerate(range(first_idx, len(self.answer))):
             await self.may_step.wait()
             if fault == f"lost {num_sent}":
                 events.put_nowait(None)
@@ -236,15 +257,24 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 await asyncio.Event().wait()
             if fault == f"length {num_sent}":
                 self.open.discard(key)
-                emit(finished=decode_pb2.DecodeFinished(reason=FinishReason.LENGTH.to_proto()))
+                _emit(events, key, finished=decode_pb2.DecodeFinished(reason=FinishReason.LENGTH.to_proto()))
                 return
             token_id = self.answer[output_idx]
-            emit(tokens=decode_pb2.DecodeTokens(tokens=[fake_token(token_id, opened.sampling).to_proto(output_idx)]))
+            token = fake_token(token_id, opened.sampling).to_proto(output_idx)
+            _emit(events, key, tokens=decode_pb2.DecodeTokens(tokens=[token]))
             reason = opened.sampling.finish_reason(token_id, output_idx)
             if reason is not None:
                 self.open.discard(key)
-                emit(finished=decode_pb2.DecodeFinished(reason=reason.to_proto()))
+                _emit(events, key, finished=decode_pb2.DecodeFinished(reason=reason.to_proto()))
                 return
+
+
+def _emit(events: asyncio.Queue[Any], key: Key, **event: Any) -> None:
+    events.put_nowait(decode_pb2.DecodeEvent(request_id=key[0], epoch=key[1], **event))
+
+
+def _failed(error: MoontideError) -> decode_pb2.DecodeFailed:
+    return decode_pb2.DecodeFailed(code=error.code, message=str(error), retriable=error.retriable)
 
 
 class FakeRegistry:
@@ -254,6 +284,12 @@ class FakeRegistry:
         self.records: dict[str, NodeRecord] = {}
         self.connected = True
         self._changed = asyncio.Condition()
+        self._reads = itertools.count()
+
+    @property
+    def num_reads(self) -> int:
+        """Every look is a new read."""
+        return next(self._reads)
 
     @property
     def nodes(self) -> list[Node]:

@@ -29,7 +29,7 @@ def oracle(model_dir: Path) -> Iterator[GreedyOracle]:
 
 @pytest.fixture(scope="package")
 def shared_bench(model_dir: Path) -> Iterator[Bench]:
-    with running_cluster(model=model_dir, stages=2, settings=SETTINGS) as cluster:
+    with running_cluster(model=model_dir, stages=2, conductors=2, settings=SETTINGS) as cluster:
         bench = Bench(cluster)
         try:
             yield bench

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,10 +134,12 @@ class Bench:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="calls", daemon=True)
         self._thread.start()
-        self._client: MoontideClient = self.run(_connect(cluster.grpc_address))
+        self._clients = [self.run(_connect(address)) for address in cluster.conductor_addresses]
+        self._client = self._clients[0]
 
     def close(self) -> None:
-        self.run(self._client.close())
+        for client in self._clients:
+            self.run(client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -146,37 +148,61 @@ class Bench:
         """Run a coroutine on the calls' loop and wait for it."""
         return self.spawn(work).result(60.0)
 
+    @contextmanager
+    def opened(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """An async context manager whose life is on the calls' loop."""
+        value = self.run(manager.__aenter__())
+        try:
+            yield value
+        finally:
+            self.run(manager.__aexit__(None, None, None))
+
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def start(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 16, timeout_s: float = 90.0) -> Call:
-        """Begin a greedy request of `max_tokens` tokens."""
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        timeout_s: float = 90.0,
+        temperature: float = 0.0,
+        conductor: int = 0,
+        key: str = "",
+    ) -> Call:
+        """Begin a request of `max_tokens` tokens, greedy unless told otherwise; `key` is its idempotency key."""
         call = Call(request_id, prompt)
         params = GenerateOptions(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0, timeout_s=timeout_s
+            max_tokens=max_tokens, temperature=temperature, ignore_eos=True, logprobs=0, timeout_s=timeout_s
         )
-        call.started(self.spawn(call.run(self._client.generate(prompt, params=params, request_id=request_id))))
+        chunks = self._clients[conductor].generate(prompt, params=params, request_id=request_id, idempotency_key=key)
+        call.started(self.spawn(call.run(chunks)))
         return call
 
     def timeline(self, request_id: str) -> Timeline | None:
         return self.run(self._client.timeline(request_id))
 
-    def status(self) -> ClusterInfo:
-        return self.run(self._client.status())
+    def status(self, conductor: int = 0) -> ClusterInfo:
+        return self.run(self._clients[conductor].status())
 
-    def prefill(self) -> prefill_pb2.PrefillStatus:
+    def set_role(self, node_ids: Sequence[str], role: str) -> list[str]:
+        """Raises: RoleRefused."""
+        return self.run(self._client.set_role(node_ids, role))
+
+    def prefill(self, conductor: int = 0) -> prefill_pb2.PrefillStatus:
         """Raises: MoontideError while there is no group."""
-        return self.run(_prefill_status(self._address("prefill")))
+        return self.run(_prefill_status(self._address("prefill", conductor)))
 
-    def decode(self) -> decode_pb2.DecodeStatus:
-        return self.run(_decode_status(self._address("decode")))
+    def decode(self, conductor: int = 0) -> decode_pb2.DecodeStatus:
+        return self.run(_decode_status(self._address("decode", conductor)))
 
     def store(self) -> PoolStats:
         return self.run(_store_stats(self.cluster.store_address))
 
-    def retries(self) -> float:
-        """Attempts after the first, of all requests so far."""
-        samples = self.cluster.metrics("conductor-0").items()
+    def retries(self, conductor: int = 0) -> float:
+        """Attempts after the first, of all requests of this conductor so far."""
+        samples = self.cluster.metrics(f"conductor-{conductor}").items()
         return sum(value for name, value in samples if name.startswith("conductor_retries_total"))
 
     def keys(self, prefix: str) -> list[str]:
@@ -232,11 +258,18 @@ class Bench:
     def _held(self) -> list[str]:
         """What is not back to the start, in words."""
         try:
-            status, prefill, decode, store = self.status(), self.prefill(), self.decode(), self.store()
+            active = sum(self.status(idx).active_requests for idx in range(len(self._clients)))
+        except MoontideError as error:
+            return [f"{type(error).__name__}: {error}"]
+        return [f"conductor requests {active}"] * (active > 0) + self.held_by_nodes()
+
+    def held_by_nodes(self, conductor: int = 0) -> list[str]:
+        """What nodes and store hold for requests, in words; where they are is asked of this conductor."""
+        try:
+            prefill, decode, store = self.prefill(conductor), self.decode(conductor), self.store()
         except (MoontideError, LookupError) as error:
             return [f"{type(error).__name__}: {error}"]
         held = {
-            "conductor requests": status.active_requests,
             "prefill waiting": prefill.waiting,
             "prefill running": prefill.running,
             "prefill queued tokens": prefill.queued_tokens,
@@ -260,9 +293,9 @@ class Bench:
         timeline = self.timeline(call.request_id)
         return {span.track for span in timeline.spans} if timeline is not None else set()
 
-    def _address(self, role: str) -> str:
+    def _address(self, role: str, conductor: int) -> str:
         """Raises: LookupError while no node of that role is alive."""
-        for node in self.status().nodes:
+        for node in self.status(conductor).nodes:
             if node.role == role and node.alive:
                 return node.address
         raise LookupError(f"no {role} is alive")

@@ -75,7 +75,10 @@ class Host(Writer):
         return True
 
     async def replicate(self, hashes: list[BlockHash]) -> int:
-        return await self.node.replicate(layout_digest=LAYOUT.digest(), root=ROOT, hashes=hashes, timeout_s=TIMEOUT_S)
+        replica = await self.node.replicate(
+            layout_digest=LAYOUT.digest(), root=ROOT, hashes=hashes, timeout_s=TIMEOUT_S
+        )
+        return replica.num_blocks
 
     async def hits(self, hashes: list[BlockHash]) -> int:
         reply = await self.reserve("probe", hashes)

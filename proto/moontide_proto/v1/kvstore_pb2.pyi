@@ -156,10 +156,14 @@ class ReplicateRequest(_message.Message):
     def __init__(self, layout_digest: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ReplicateReply(_message.Message):
-    __slots__ = ("num_blocks",)
+    __slots__ = ("num_blocks", "copied_blocks", "copy_s")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    copied_blocks: int
+    copy_s: float
+    def __init__(self, num_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copy_s: _Optional[float] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

@@ -225,7 +225,7 @@ class ExplainedAttempt(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., chosen: _Optional[_Union[Candidate, _Mapping]] = ..., others: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill_node_id", "decode_node_id", "hit_store_node_id", "hit_tokens", "copy_tokens", "queue_s", "fetch_s", "prefill_s", "handoff_s", "tbt_s")
+    __slots__ = ("prefill_node_id", "decode_node_id", "hit_store_node_id", "hit_tokens", "copy_tokens", "queue_s", "fetch_s", "prefill_s", "handoff_s", "tbt_s", "dispatch_s")
     PREFILL_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HIT_STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class Candidate(_message.Message):
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_S_FIELD_NUMBER: _ClassVar[int]
     prefill_node_id: str
     decode_node_id: str
     hit_store_node_id: str
@@ -246,7 +247,8 @@ class Candidate(_message.Message):
     prefill_s: float
     handoff_s: float
     tbt_s: float
-    def __init__(self, prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., hit_store_node_id: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., copy_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
+    dispatch_s: float
+    def __init__(self, prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., hit_store_node_id: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., copy_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., tbt_s: _Optional[float] = ..., dispatch_s: _Optional[float] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("node_id", "reason")

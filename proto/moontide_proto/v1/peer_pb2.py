@@ -26,7 +26,7 @@ from moontide_proto.v1 import common_pb2 as moontide__proto_dot_v1_dot_common__p
 from moontide_proto.v1 import moontide_pb2 as moontide__proto_dot_v1_dot_moontide__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmoontide_proto/v1/peer.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\x1a moontide_proto/v1/moontide.proto\"2\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x12\n\nnum_deltas\x18\x02 \x01(\r\"\xcf\x01\n\x0b\x41nswerDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.moontide.v1.Token\x12\x14\n\x0ctext_offsets\x18\x03 \x03(\r\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.moontide.v1.Usage\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12/\n\nttft_parts\x18\x06 \x01(\x0b\x32\x16.moontide.v1.TtftPartsH\x00\x88\x01\x01\x42\r\n\x0b_ttft_parts2H\n\x04Peer\x12@\n\x06\x41ttach\x12\x1a.moontide.v1.AttachRequest\x1a\x18.moontide.v1.AnswerDelta0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmoontide_proto/v1/peer.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\x1a moontide_proto/v1/moontide.proto\"E\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_chars\x18\x03 \x01(\r\"\xcf\x01\n\x0b\x41nswerDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.moontide.v1.Token\x12\x14\n\x0ctext_offsets\x18\x03 \x03(\r\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.moontide.v1.Usage\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12/\n\nttft_parts\x18\x06 \x01(\x0b\x32\x16.moontide.v1.TtftPartsH\x00\x88\x01\x01\x42\r\n\x0b_ttft_parts2H\n\x04Peer\x12@\n\x06\x41ttach\x12\x1a.moontide.v1.AttachRequest\x1a\x18.moontide.v1.AnswerDelta0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moontide_proto.v1.peer_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTACHREQUEST']._serialized_start=111
-  _globals['_ATTACHREQUEST']._serialized_end=161
-  _globals['_ANSWERDELTA']._serialized_start=164
-  _globals['_ANSWERDELTA']._serialized_end=371
-  _globals['_PEER']._serialized_start=373
-  _globals['_PEER']._serialized_end=445
+  _globals['_ATTACHREQUEST']._serialized_end=180
+  _globals['_ANSWERDELTA']._serialized_start=183
+  _globals['_ANSWERDELTA']._serialized_end=390
+  _globals['_PEER']._serialized_start=392
+  _globals['_PEER']._serialized_end=464
 # @@protoc_insertion_point(module_scope)

@@ -9,12 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("token", "num_deltas")
+    __slots__ = ("token", "num_tokens", "num_chars")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NUM_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
     token: bytes
-    num_deltas: int
-    def __init__(self, token: _Optional[bytes] = ..., num_deltas: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    num_chars: int
+    def __init__(self, token: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., num_chars: _Optional[int] = ...) -> None: ...
 
 class AnswerDelta(_message.Message):
     __slots__ = ("text", "tokens", "text_offsets", "usage", "finish_reason", "ttft_parts")

@@ -46,7 +46,7 @@ class PeerServicer:
 
     def Attach(self, request, context):
         """Streams the answer that this conductor keeps or makes under an idempotency key, from its start or from where the reader broke off.
-        The header comes at once. NOT_FOUND when there is none (any more).
+        The header comes at once. NOT_FOUND without an error of ours when there is none (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

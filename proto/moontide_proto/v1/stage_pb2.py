@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moontide_proto.v1 import common_pb2 as moontide__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoontide_proto/v1/stage.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xec\x01\n\x05Hello\x12\x11\n\tstage_idx\x18\x01 \x01(\r\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x14\n\x0clink_address\x18\x04 \x01(\t\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x15\n\rlayout_digest\x18\x06 \x01(\x0c\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x04\x12*\n\nstep_model\x18\x08 \x01(\x0b\x32\x16.moontide.v1.StepModel\x12\x13\n\x0blayer_split\x18\t \x03(\r\x12\x15\n\rstore_node_id\x18\n \x01(\t\"U\n\tStepModel\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x13\n\x0bknee_tokens\x18\x04 \x01(\r\"F\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x19\n\x11next_link_address\x18\x02 \x01(\t\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"\xdc\x01\n\x08LogEntry\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12+\n\x07\x63ompute\x18\x03 \x01(\x0b\x32\x18.moontide.v1.ComputeStepH\x00\x12)\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x18.moontide.v1.FetchPrefixH\x00\x12&\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x17.moontide.v1.EndRequestH\x00\x12+\n\theartbeat\x18\x06 \x01(\x0b\x32\x16.moontide.v1.HeartbeatH\x00\x42\x07\n\x05\x65ntry\"1\n\x0b\x43omputeStep\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.moontide.v1.Chunk\"\xeb\x01\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x04\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnew_pages\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x01(\x0c\x12\x0f\n\x07is_last\x18\x08 \x01(\x08\x12-\n\x08sampling\x18\t \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\noutput_idx\x18\n \x01(\r\"r\n\x0b\x46\x65tchPrefix\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\"7\n\nEndRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\"\x0b\n\tHeartbeat\"\xc2\x02\n\x0bStageReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tstage_idx\x18\x02 \x01(\r\x12*\n\tstep_done\x18\x03 \x01(\x0b\x32\x15.moontide.v1.StepDoneH\x00\x12*\n\tputs_done\x18\x04 \x01(\x0b\x32\x15.moontide.v1.PutsDoneH\x00\x12,\n\nfetch_done\x18\x05 \x01(\x0b\x32\x16.moontide.v1.FetchDoneH\x00\x12(\n\x08\x65nd_done\x18\x06 \x01(\x0b\x32\x14.moontide.v1.EndDoneH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.moontide.v1.StageFailedH\x00\x12+\n\theartbeat\x18\x08 \x01(\x0b\x32\x16.moontide.v1.HeartbeatH\x00\x42\x08\n\x06report\"\x87\x01\n\x08StepDone\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x13\n\x0bwait_recv_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\"\n\x06tokens\x18\x05 \x03(\x0b\x32\x12.moontide.v1.Token\x12\x13\n\x0bwait_send_s\x18\x06 \x01(\x01\"E\n\x08PutsDone\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05put_s\x18\x02 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\r\"j\n\tFetchDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x65tch_s\x18\x04 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"4\n\x07\x45ndDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\"\x1e\n\x0bStageFailed\x12\x0f\n\x07message\x18\x01 \x01(\t\"\x8d\x01\n\x0cTensorHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x14\n\x0c\x66irst_tokens\x18\x04 \x03(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoontide_proto/v1/stage.proto\x12\x0bmoontide.v1\x1a\x1emoontide_proto/v1/common.proto\"\xfd\x01\n\x05Hello\x12\x11\n\tstage_idx\x18\x01 \x01(\r\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x14\n\x0clink_address\x18\x04 \x01(\t\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x15\n\rlayout_digest\x18\x06 \x01(\x0c\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x04\x12*\n\nstep_model\x18\x08 \x01(\x0b\x32\x16.moontide.v1.StepModel\x12\x13\n\x0blayer_split\x18\t \x03(\r\x12\x15\n\rstore_node_id\x18\n \x01(\t\x12\x0f\n\x07node_id\x18\x0b \x01(\t\"U\n\tStepModel\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x13\n\x0bknee_tokens\x18\x04 \x01(\r\"F\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x19\n\x11next_link_address\x18\x02 \x01(\t\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"\x8c\x02\n\x08LogEntry\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12+\n\x07\x63ompute\x18\x03 \x01(\x0b\x32\x18.moontide.v1.ComputeStepH\x00\x12)\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x18.moontide.v1.FetchPrefixH\x00\x12&\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x17.moontide.v1.EndRequestH\x00\x12+\n\theartbeat\x18\x06 \x01(\x0b\x32\x16.moontide.v1.HeartbeatH\x00\x12.\n\x0bleave_group\x18\x07 \x01(\x0b\x32\x17.moontide.v1.LeaveGroupH\x00\x42\x07\n\x05\x65ntry\"1\n\x0b\x43omputeStep\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.moontide.v1.Chunk\"\xeb\x01\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\x04\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnew_pages\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x01(\x0c\x12\x0f\n\x07is_last\x18\x08 \x01(\x08\x12-\n\x08sampling\x18\t \x01(\x0b\x32\x1b.moontide.v1.SamplingParams\x12\x12\n\noutput_idx\x18\n \x01(\r\"r\n\x0b\x46\x65tchPrefix\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\"7\n\nEndRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\"\x0b\n\tHeartbeat\"\x0c\n\nLeaveGroup\"\xc2\x02\n\x0bStageReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tstage_idx\x18\x02 \x01(\r\x12*\n\tstep_done\x18\x03 \x01(\x0b\x32\x15.moontide.v1.StepDoneH\x00\x12*\n\tputs_done\x18\x04 \x01(\x0b\x32\x15.moontide.v1.PutsDoneH\x00\x12,\n\nfetch_done\x18\x05 \x01(\x0b\x32\x16.moontide.v1.FetchDoneH\x00\x12(\n\x08\x65nd_done\x18\x06 \x01(\x0b\x32\x14.moontide.v1.EndDoneH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.moontide.v1.StageFailedH\x00\x12+\n\theartbeat\x18\x08 \x01(\x0b\x32\x16.moontide.v1.HeartbeatH\x00\x42\x08\n\x06report\"\x87\x01\n\x08StepDone\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x13\n\x0bwait_recv_s\x18\x02 \x01(\x01\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\"\n\x06tokens\x18\x05 \x03(\x0b\x32\x12.moontide.v1.Token\x12\x13\n\x0bwait_send_s\x18\x06 \x01(\x01\"E\n\x08PutsDone\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05put_s\x18\x02 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\r\"j\n\tFetchDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x65tch_s\x18\x04 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\"4\n\x07\x45ndDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rrequest_epoch\x18\x02 \x01(\r\"\x1e\n\x0bStageFailed\x12\x0f\n\x07message\x18\x01 \x01(\t\"\x8d\x01\n\x0cTensorHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x14\n\x0c\x66irst_tokens\x18\x04 \x03(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,35 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moontide_proto.v1.stage_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=79
-  _globals['_HELLO']._serialized_end=315
-  _globals['_STEPMODEL']._serialized_start=317
-  _globals['_STEPMODEL']._serialized_end=402
-  _globals['_WELCOME']._serialized_start=404
-  _globals['_WELCOME']._serialized_end=474
-  _globals['_LOGENTRY']._serialized_start=477
-  _globals['_LOGENTRY']._serialized_end=697
-  _globals['_COMPUTESTEP']._serialized_start=699
-  _globals['_COMPUTESTEP']._serialized_end=748
-  _globals['_CHUNK']._serialized_start=751
-  _globals['_CHUNK']._serialized_end=986
-  _globals['_FETCHPREFIX']._serialized_start=988
-  _globals['_FETCHPREFIX']._serialized_end=1102
-  _globals['_ENDREQUEST']._serialized_start=1104
-  _globals['_ENDREQUEST']._serialized_end=1159
-  _globals['_HEARTBEAT']._serialized_start=1161
-  _globals['_HEARTBEAT']._serialized_end=1172
-  _globals['_STAGEREPORT']._serialized_start=1175
-  _globals['_STAGEREPORT']._serialized_end=1497
-  _globals['_STEPDONE']._serialized_start=1500
-  _globals['_STEPDONE']._serialized_end=1635
-  _globals['_PUTSDONE']._serialized_start=1637
-  _globals['_PUTSDONE']._serialized_end=1706
-  _globals['_FETCHDONE']._serialized_start=1708
-  _globals['_FETCHDONE']._serialized_end=1814
-  _globals['_ENDDONE']._serialized_start=1816
-  _globals['_ENDDONE']._serialized_end=1868
-  _globals['_STAGEFAILED']._serialized_start=1870
-  _globals['_STAGEFAILED']._serialized_end=1900
-  _globals['_TENSORHEADER']._serialized_start=1903
-  _globals['_TENSORHEADER']._serialized_end=2044
+  _globals['_HELLO']._serialized_end=332
+  _globals['_STEPMODEL']._serialized_start=334
+  _globals['_STEPMODEL']._serialized_end=419
+  _globals['_WELCOME']._serialized_start=421
+  _globals['_WELCOME']._serialized_end=491
+  _globals['_LOGENTRY']._serialized_start=494
+  _globals['_LOGENTRY']._serialized_end=762
+  _globals['_COMPUTESTEP']._serialized_start=764
+  _globals['_COMPUTESTEP']._serialized_end=813
+  _globals['_CHUNK']._serialized_start=816
+  _globals['_CHUNK']._serialized_end=1051
+  _globals['_FETCHPREFIX']._serialized_start=1053
+  _globals['_FETCHPREFIX']._serialized_end=1167
+  _globals['_ENDREQUEST']._serialized_start=1169
+  _globals['_ENDREQUEST']._serialized_end=1224
+  _globals['_HEARTBEAT']._serialized_start=1226
+  _globals['_HEARTBEAT']._serialized_end=1237
+  _globals['_LEAVEGROUP']._serialized_start=1239
+  _globals['_LEAVEGROUP']._serialized_end=1251
+  _globals['_STAGEREPORT']._serialized_start=1254
+  _globals['_STAGEREPORT']._serialized_end=1576
+  _globals['_STEPDONE']._serialized_start=1579
+  _globals['_STEPDONE']._serialized_end=1714
+  _globals['_PUTSDONE']._serialized_start=1716
+  _globals['_PUTSDONE']._serialized_end=1785
+  _globals['_FETCHDONE']._serialized_start=1787
+  _globals['_FETCHDONE']._serialized_end=1893
+  _globals['_ENDDONE']._serialized_start=1895
+  _globals['_ENDDONE']._serialized_end=1947
+  _globals['_STAGEFAILED']._serialized_start=1949
+  _globals['_STAGEFAILED']._serialized_end=1979
+  _globals['_TENSORHEADER']._serialized_start=1982
+  _globals['_TENSORHEADER']._serialized_end=2123
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size", "step_model", "layer_split", "store_node_id")
+    __slots__ = ("stage_idx", "num_stages", "boot_id", "link_address", "num_pages", "layout_digest", "hidden_size", "step_model", "layer_split", "store_node_id", "node_id")
     STAGE_IDX_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class Hello(_message.Message):
     STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_SPLIT_FIELD_NUMBER: _ClassVar[int]
     STORE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     stage_idx: int
     num_stages: int
     boot_id: str
@@ -29,7 +30,8 @@ class Hello(_message.Message):
     step_model: StepModel
     layer_split: _containers.RepeatedScalarFieldContainer[int]
     store_node_id: str
-    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., layer_split: _Optional[_Iterable[int]] = ..., store_node_id: _Optional[str] = ...) -> None: ...
+    node_id: str
+    def __init__(self, stage_idx: _Optional[int] = ..., num_stages: _Optional[int] = ..., boot_id: _Optional[str] = ..., link_address: _Optional[str] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., hidden_size: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., layer_split: _Optional[_Iterable[int]] = ..., store_node_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("overhead_s", "token_s", "pair_s", "knee_tokens")
@@ -54,20 +56,22 @@ class Welcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_link_address: _Optional[str] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class LogEntry(_message.Message):
-    __slots__ = ("epoch", "seq", "compute", "fetch", "end", "heartbeat")
+    __slots__ = ("epoch", "seq", "compute", "fetch", "end", "heartbeat", "leave_group")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     compute: ComputeStep
     fetch: FetchPrefix
     end: EndRequest
     heartbeat: Heartbeat
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., compute: _Optional[_Union[ComputeStep, _Mapping]] = ..., fetch: _Optional[_Union[FetchPrefix, _Mapping]] = ..., end: _Optional[_Union[EndRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    leave_group: LeaveGroup
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., compute: _Optional[_Union[ComputeStep, _Mapping]] = ..., fetch: _Optional[_Union[FetchPrefix, _Mapping]] = ..., end: _Optional[_Union[EndRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ...) -> None: ...
 
 class ComputeStep(_message.Message):
     __slots__ = ("chunks",)
@@ -122,6 +126,10 @@ class EndRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., request_epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveGroup(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -15,11 +15,14 @@ from prometheus_client import CollectorRegistry
 from conductor import grpc_api
 from conductor.answer import OutputDelta
 from conductor.config import ConductorConfig, ConductorSettings
+from conductor.idempotency import Answers
 from conductor.metrics import ConductorMetrics
 from conductor.openai_api import OpenAiApi
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeRegistry
+from conductor.roles import RoleManager
 from conductor.service import Conductor
+from conductor.tenants import TenantDirectory
 from conductor.tokenizer import Tokenizer
 from conductor.validation import GenerateParams, Prompt, RequestId, ServedModel, Submission, TextPrompt
 from moontide.clock import MonotonicClock
@@ -103,21 +106,26 @@ async def open_front(
             model_dir=model_dir, served_model_name=MODEL, **{"default_timeout_s": 30.0, "lease_s": 0.3, **settings}
         ),
     )
+    metrics = ConductorMetrics(CollectorRegistry())
+    registry = cast(NodeRegistry, cluster.registry)
+    answers = Answers(config, registry=registry, metrics=metrics.registry, clock=MonotonicClock(), boot_id="boot")
     conductor = Conductor(
         config,
         model=model,
         tokenizer=tokenizer,
-        registry=cast(NodeRegistry, cluster.registry),
+        registry=registry,
         index=PrefixIndex(),
-        metrics=ConductorMetrics(CollectorRegistry()),
+        answers=answers,
+        metrics=metrics,
         clock=MonotonicClock(),
     )
     front = Front(
         cluster=cluster, conductor=conductor, model_dir=model_dir, answer_ids=answer_ids, prompt_ids=prompt_ids
     )
     server = Server()
-    api = OpenAiApi(conductor, max_body_bytes=config.conductor.max_body_bytes)
-    grpc_api.add_to(server, conductor)
+    tenants = TenantDirectory(config.conductor, config.registry)
+    api = OpenAiApi(conductor, tenants, max_body_bytes=config.conductor.max_body_bytes)
+    grpc_api.add_to(server, conductor, tenants, RoleManager(config, registry, metrics, MonotonicClock()))
     try:
         await cluster.start()
         conductor.start()
@@ -128,5 +136,7 @@ async def open_front(
     finally:
         await api.close()
         await server.close()
+        await answers.close()
+        await tenants.close()
         await conductor.close()
         await cluster.close()

@@ -6,14 +6,18 @@ import asyncio
 import dataclasses
 from contextlib import aclosing
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from front import ANSWER_TEXT, Front, open_front, text_of, tokens_of, until
 
+from conductor.cost import Slo
+from conductor.options import Options
+from conductor.policies import Pick
 from conductor.tokenizer import ChatMessage
 from conductor.validation import ChatPrompt, TokenPrompt
-from moontide.errors import DeadlineExceeded, MoontideError, NoCapacity, NodeLost, PromptTooLong, Rejected
+from moontide.errors import DeadlineExceeded, MoontideError, NoCapacity, NodeLost, PromptTooLong, Rejected, RejectReason
 from moontide.sampling_params import FinishReason
 from moontide_proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
@@ -398,8 +402,58 @@ async def test_unexpected_error_ends_the_request_as_internal(front: Front, monke
     def broken(*_args: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(front.conductor, "_choose_among", broken)
+    monkeypatch.setattr(front.conductor, "_need", broken)
     with pytest.raises(MoontideError, match="RuntimeError: surprise"):
         await front.generate()
     assert front.metric("conductor_requests_total", outcome="Internal") == 1
     await front.settle()
+
+
+async def test_who_declines_to_prefill_still_decodes(model_dir: Path) -> None:
+    async with open_front(model_dir) as front:
+        decode = front.cluster.decode[0]
+        decode.faults.append("declined")
+        front.conductor._placement._policy = _LocalFirst()
+        assert text_of(await front.generate()) == ANSWER_TEXT
+        assert len(front.cluster.prefill[0].completed) == 1, "the second attempt has a prefill group"
+        assert front.metric("conductor_retries_total", reason="Declined") == 1
+        await front.settle()
+
+
+async def test_short_prompt_is_prefilled_where_it_is_decoded(model_dir: Path) -> None:
+    async with open_front(model_dir) as front:
+        front.conductor._placement._policy = _LocalFirst()
+        deltas = await front.generate()
+        assert text_of(deltas) == ANSWER_TEXT
+        assert not front.cluster.prefill[0].completed
+        (parts,) = [delta.ttft_parts for delta in deltas if delta.ttft_parts is not None]
+        assert parts.ttft_s == pytest.approx(
+            sum(value for name, value in dataclasses.asdict(parts).items() if name != "ttft_s")
+        )
+        await front.settle()
+
+
+@pytest.mark.parametrize("admission", ["predictive", "off"])
+async def test_decline_by_every_decode_instance_is_a_refusal(model_dir: Path, admission: str) -> None:
+    async with open_front(model_dir, num_decode=2, admission=admission) as front:
+        for decode in front.cluster.decode:
+            decode.faults.append("declined")
+        submission = dataclasses.replace(front.submission(), slo=Slo(tbt_s=1e-9))
+        with pytest.raises(Rejected) as refused:
+            async for _ in front.conductor.generate(submission):
+                pass
+        assert refused.value.reason is RejectReason.TBT_SLO
+        bounds = [bound for decode in front.cluster.decode for bound in decode.tbt_slos_s]
+        assert bounds == ([1e-9, 1e-9] if admission == "predictive" else [None, None])
+        await front.settle()
+
+
+class _LocalFirst:
+    """Has decode compute the prompt whenever it may."""
+
+    name = "local-first"
+
+    def pick(self, options: Options, rng: Random) -> Pick:
+        if options.need.may_prefill_locally:
+            return Pick(way=options.local_way(0), others=(), reason="it may")
+        return Pick(way=options.way(options.own_costs, 0, 0), others=(), reason="it must not")

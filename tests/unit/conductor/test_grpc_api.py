@@ -45,6 +45,14 @@ async def test_generate_streams_text_tokens_usage_and_ttft_parts(front: Front, c
     assert timeline is not None
     assert (timeline.outcome, timeline.ttft_parts) == ("stop", chunks[0].ttft_parts)
     assert await client.timeline("unknown") is None
+    explanation = await client.explain("g1")
+    assert explanation is not None
+    (attempt,) = explanation.attempts
+    assert (explanation.prompt_tokens, attempt.policy) == (chunks[-1].usage.prompt_tokens, "moontide")
+    assert attempt.chosen.prefill_node_id
+    assert attempt.reason
+    assert attempt.ttft_s > 0
+    assert await client.explain("unknown") is None
 
 
 async def test_token_ids_chat_and_stop_strings(front: Front, client: MoontideClient) -> None:
@@ -150,6 +158,6 @@ async def test_internal_failure_is_an_internal_status(front: Front, client: Moon
     def broken(*_args: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(front.conductor, "_choose_among", broken)
+    monkeypatch.setattr(front.conductor, "_need", broken)
     with pytest.raises(MoontideError, match="surprise"):
         [chunk async for chunk in client.generate("x")]

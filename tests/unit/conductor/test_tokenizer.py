@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, processors
 
-from conductor.tokenizer import ChatMessage, Tokenizer, cut_text
+from conductor.tokenizer import PIECE_CHARS, ChatMessage, Tokenizer, cut_text
 from moontide.errors import BadRequest, ModelError
 from tests.fakes.text_model import EOS, text_model_dir
 
@@ -74,6 +74,48 @@ def test_smallest_pieces_encode_as_the_whole(core: Core, text: str) -> None:
     assert ids == core.encode(text, add_special_tokens=False).ids
 
 
+@given(
+    st.lists(
+        st.sampled_from(["the", "quick", "é", "ß.", "don't", ",", "(a)", "x1", " ", "\n", "\t", "你好", "🙂", EOS]),
+        max_size=60,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_words_encode_as_the_whole_known_or_not(tokenizer: Tokenizer, core: Core, words: list[str]) -> None:
+    text = " ".join(words)
+    for _ in range(2):
+        ids = tokenizer.encode_blocking(text, add_special_tokens=False)
+        assert ids.dtype == np.uint32
+        assert ids.tolist() == core.encode(text, add_special_tokens=False).ids
+
+
+def test_words_are_forgotten_when_there_are_too_many(
+    model_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conductor.word_cache.MAX_KEPT_CHARS", 100)
+    tokenizer = Tokenizer.load(model_dir)
+    text = " ".join(f"word{chr(97 + i)}" for i in range(25))
+    assert tokenizer.encode_blocking(text, add_special_tokens=False).tolist() == core.encode(text).ids
+    words = tokenizer._words
+    assert sum(map(len, (*words._first, *words._others))) <= words._num_chars <= 100
+
+
+def test_conversation_that_comes_back_longer_is_not_encoded_again(
+    model_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    encoded: list[str] = []
+    encode = tokenizer._encode_batch
+    monkeypatch.setattr(tokenizer, "_encode_batch", lambda texts: encoded.extend(texts) or encode(texts))
+    text = DOCUMENT[:100_000]
+    for turn in range(3):
+        encoded.clear()
+        text += f" and this is question number {turn}, which asks for more."
+        assert tokenizer.encode_blocking(text, add_special_tokens=False).tolist() == core.encode(text).ids
+        assert (sum(map(len, encoded)) < 3 * PIECE_CHARS) == (turn > 0)
+    tokenizer._pieces.check_invariants()
+
+
 def test_tokenizer_that_joins_words_is_encoded_whole() -> None:
     tokenizer = byte_fallback_tokenizer()
     assert not tokenizer.cuts_text
@@ -91,6 +133,16 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, make: str) -> Non
         stream = subject.detokenizer()
         text = "".join(stream.step(token_id) for token_id in ids) + stream.flush()
         assert text == subject.decode(ids)
+
+
+def test_broken_characters_stream_as_the_whole_text(tokenizer: Tokenizer) -> None:
+    single = [i for i in range(tokenizer._core.get_vocab_size()) if len(tokenizer.token_bytes(i)) == 1]
+    high = [i for i in single if tokenizer.token_bytes(i)[0] >= 0x80]
+    rng = random.Random(8)
+    for _ in range(2000):
+        ids = [rng.choice(high if rng.random() < 0.8 else single) for _ in range(rng.randrange(12))]
+        stream = tokenizer.detokenizer()
+        assert "".join(map(stream.step, ids)) + stream.flush() == tokenizer.decode(ids)
 
 
 def test_streaming_sends_whole_characters_as_soon_as_they_are_whole(tokenizer: Tokenizer) -> None:

@@ -15,19 +15,22 @@ from prometheus_client import CollectorRegistry
 
 from decode_node.config import DecodeConfig
 from decode_node.metrics import DecodeMetrics
-from decode_node.requests import (
+from decode_node.requests import DecodeRequests
+from decode_node.session import (
     ConductorSession,
     DecodeEvent,
-    DecodeRequests,
     Failed,
     Finished,
+    LocalPrefillDone,
     OpenRequest,
+    PromptStore,
     Pulled,
     Tokens,
 )
-from decode_node.write_back import StoreNodes
+from decode_node.stores import StoreNodes
 from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
+from kvstore.keys import LOCAL_NODE_ID
 from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode, StoreNode
 from kvstore.pool import PoolState, RequestKey
@@ -39,6 +42,7 @@ from model_runner.runner import Segment, StageRunner
 from model_runner.sampling import sample
 from model_runner.stage import StageSpec
 from moontide.clock import MonotonicClock
+from moontide.perf_model import StepModel
 from moontide.sampling_params import SampledToken, SamplingParams
 
 BLOCK_TOKENS = 8
@@ -112,6 +116,11 @@ class Answer:
     @property
     def pulled(self) -> Pulled:
         (event,) = (event for event in self.events if isinstance(event, Pulled))
+        return event
+
+    @property
+    def prefilled(self) -> LocalPrefillDone:
+        (event,) = (event for event in self.events if isinstance(event, LocalPrefillDone))
         return event
 
 
@@ -205,6 +214,8 @@ class DecodeRig:
         timeout_s: float = TIMEOUT_S,
         output_idx: int = 0,
         salt: str = "",
+        tbt_slo_s: float | None = None,
+        local_prefill: PromptStore | None = None,
     ) -> None:
         self.requests.open(
             session or self.session,
@@ -215,6 +226,8 @@ class DecodeRig:
                 output_idx=output_idx,
                 cache_salt=salt,
                 timeout_s=timeout_s,
+                tbt_slo_s=tbt_slo_s,
+                local_prefill=local_prefill,
             ),
         )
 
@@ -277,11 +290,13 @@ async def decode_rig(
     *,
     num_pages: int = 64,
     store_node: StoreNode | None = None,
+    step_model: StepModel | None = None,
     **settings: float,
 ) -> AsyncIterator[DecodeRig]:
     transfer = GatedTransfer(store)
     metrics = CollectorRegistry()
-    stores = StoreNodes(store_node or local_store(store), "here:1", clock=MonotonicClock())
+    stores = StoreNodes(store_node or local_store(store), "here:1", own_node_id=LOCAL_NODE_ID, clock=MonotonicClock())
+    await stores.at("").register_layout(prefill.layout)
     runner = load_runner(prefill, transfer, num_pages)
     requests = DecodeRequests(
         runner,
@@ -291,6 +306,7 @@ async def decode_rig(
         config=DecodeConfig(**{"pull_retry_s": 0.2, **settings}),
         clock=MonotonicClock(),
         metrics=DecodeMetrics(metrics),
+        step_model=step_model,
     )
     requests.start()
     try:

@@ -272,8 +272,60 @@ def test_write_backs_have_a_share_of_the_pages_while_others_wait() -> None:
     assert batch.admit() == [key("c")]
 
 
+def test_prompt_that_is_computed_here_pulls_its_hit_and_no_more() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=5, num_pages=6)
+    batch.admit()
+    assert batch.take_pull(key("a"), limit=4) == [], "its hit is not known"
+    batch.start_local(key("a"), 3)
+    assert batch.take_pull(key("a"), limit=4) == [0, 1, 2]
+    batch.pull_done(key("a"), [0, 1, 2], missing=[1])
+    assert not batch.make_ready(key("a"))
+    batch.shorten(key("a"), 1)
+    assert batch.take_pull(key("a"), limit=4) == []
+    assert batch.make_ready(key("a"))
+    batch.check_invariants()
+    batch.open(key("b"), num_blocks=5, num_pages=6)
+    batch.start_local(key("b"), 0)
+    assert batch.admit() == [key("b")]
+    assert batch.make_ready(key("b")), "nothing is to be pulled"
+
+
+def test_pages_of_a_prompt_stay_while_they_are_put_whatever_its_request_does() -> None:
+    batch = make_batch()
+    batch.open(key("a"), num_blocks=2, num_pages=5)
+    batch.admit()
+    batch.start_local(key("a"), 0)
+    batch.make_ready(key("a"))
+    batch.join()
+    entry = batch.find(key("a"))
+    assert entry is not None
+    pages = entry.pages
+    batch.begin_prompt_write(key("a"), pages[:2])
+    batch.keep_for_write(key("a"), pages[:4])
+    assert batch.let_go(key("a"))
+    batch.keep_for_write(key("a"), pages[3:4])
+    assert batch.num_free_pages == NUM_PAGES - 3
+    batch.check_invariants()
+    batch.write_done(key("a"))
+    assert batch.num_free_pages < NUM_PAGES, "the prompt is still being put"
+    batch.prompt_write_done(key("a"))
+    assert batch.num_free_pages == NUM_PAGES
+
+
+def test_room_is_what_nobody_waits_for() -> None:
+    batch = make_batch(num_pages=4)
+    batch.open(key("a"), num_blocks=1, num_pages=3)
+    batch.admit()
+    assert batch.has_room_for(1)
+    assert not batch.has_room_for(2)
+    batch.open(key("b"), num_blocks=1, num_pages=2)
+    assert batch.admit() == []
+    assert not batch.has_room_for(1), "b is first"
+
+
 class BatchMachine(RuleBasedStateMachine):
-    """Random opens, seals, starts, pulls, steps and ends."""
+    """Random opens, seals, starts, pulls, steps, writes and ends, of prompts from prefill and prompts that are computed here."""
 
     keys = Bundle("keys")
 
@@ -286,13 +338,15 @@ class BatchMachine(RuleBasedStateMachine):
         self.pulls: dict[RequestKey, list[int]] = {}
         self.in_steps: set[RequestKey] = set()
         self.writes: dict[RequestKey, list[int]] = {}
+        self.local: set[RequestKey] = set()
+        self.prompt_writes: dict[RequestKey, list[int]] = {}
 
     def is_live(self, request: RequestKey) -> bool:
         entry = self.batch.find(request)
         return entry is not None and entry.phase is not Phase.ENDED
 
-    @rule(target=keys, num_blocks=st.integers(1, 6), more=st.integers(0, 8))
-    def open(self, num_blocks: int, more: int) -> object:
+    @rule(target=keys, num_blocks=st.integers(1, 6), more=st.integers(0, 8), is_local=st.booleans())
+    def open(self, num_blocks: int, more: int, is_local: bool) -> object:
         self.next_id += 1
         request = key(f"r{self.next_id}")
         try:
@@ -301,6 +355,8 @@ class BatchMachine(RuleBasedStateMachine):
             assert num_blocks + more > NUM_PAGES or self.batch.count(Phase.WAITING_PAGES) >= MAX_QUEUE
             return multiple()
         self.opened.add(request)
+        if is_local:
+            self.local.add(request)
         return request
 
     @rule()
@@ -309,13 +365,20 @@ class BatchMachine(RuleBasedStateMachine):
 
     @rule(request=keys, num_blocks=st.integers(0, 9))
     def seal(self, request: RequestKey, num_blocks: int) -> None:
-        if self.is_live(request):
+        if self.is_live(request) and request not in self.local:
             self.batch.seal(request, num_blocks)
 
     @rule(request=keys)
     def start(self, request: RequestKey) -> None:
-        if self.is_live(request):
+        if self.is_live(request) and request not in self.local:
             self.batch.start(request)
+
+    @rule(request=keys, hit_blocks=st.integers(0, 6))
+    def start_local(self, request: RequestKey, hit_blocks: int) -> None:
+        entry = self.batch.find(request)
+        if self.is_live(request) and request in self.local and not entry.started:
+            self.batch.start_local(request, min(hit_blocks, entry.num_blocks))
+            self.batch.make_ready(request)
 
     @rule(request=keys, limit=st.integers(1, 4))
     def take_pull(self, request: RequestKey, limit: int) -> None:
@@ -334,6 +397,8 @@ class BatchMachine(RuleBasedStateMachine):
             missing = data.draw(st.lists(st.sampled_from(blocks), unique=True))
             self.batch.pull_done(request, blocks, missing=missing)
             if self.is_live(request):
+                if missing and request in self.local:
+                    self.batch.shorten(request, min(missing))
                 self.batch.make_ready(request)
 
     @rule(request=keys)
@@ -375,6 +440,24 @@ class BatchMachine(RuleBasedStateMachine):
             assert self.batch.let_go(entry.key)
             self.terminals.append(entry.key)
 
+    @rule(data=st.data())
+    def begin_prompt_write(self, data: st.DataObject) -> None:
+        """A request of which the first token is drawn."""
+        entries = [self.batch.find(request) for request in sorted(self.in_steps & self.local)]
+        done = [each for each in entries if each and each.phase is Phase.RUNNING and each.is_pulled]
+        done = [each for each in done if not each.prompt_write_pages]
+        if done:
+            entry = data.draw(st.sampled_from(done))
+            self.prompt_writes[entry.key] = entry.pages[: data.draw(st.integers(1, len(entry.pages)))]
+            self.batch.begin_prompt_write(entry.key, self.prompt_writes[entry.key])
+
+    @rule(data=st.data())
+    def prompt_write_done(self, data: st.DataObject) -> None:
+        if self.prompt_writes:
+            request = data.draw(st.sampled_from(sorted(self.prompt_writes)))
+            del self.prompt_writes[request]
+            self.batch.prompt_write_done(request)
+
     @rule(data=st.data(), is_over=st.booleans())
     def write_fewer(self, data: st.DataObject, is_over: bool) -> None:
         if self.writes:
@@ -404,8 +487,8 @@ class BatchMachine(RuleBasedStateMachine):
     def pages_of_open_work_are_held(self) -> None:
         for request in {*self.pulls, *self.in_steps}:
             assert self.batch.find(request).pages, "somebody may write into pages that are free"
-        for request, pages in self.writes.items():
-            assert self.batch.find(request).pages == pages, "a put may read pages that serve another"
+        for request, pages in (*self.writes.items(), *self.prompt_writes.items()):
+            assert set(pages) <= set(self.batch.find(request).pages), "a put may read pages that serve another"
 
     def teardown(self) -> None:
         for request in self.opened:
@@ -417,6 +500,8 @@ class BatchMachine(RuleBasedStateMachine):
             self.batch.pull_done(request, blocks, missing=[])
         for request in self.writes:
             self.batch.write_done(request)
+        for request in self.prompt_writes:
+            self.batch.prompt_write_done(request)
         assert sorted(self.terminals) == sorted(self.opened), "one terminal state each"
         assert self.batch.num_free_pages == NUM_PAGES
         assert self.batch.num_entries == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode_node.batch import Phase
-from decode_node.requests import Failed, Finished, Pulled, Tokens
+from decode_node.session import Failed, Finished, Pulled, Tokens
 from kvstore.transfer.memory import MemoryStore
 from model_runner import kv_fetch
 from moontide.errors import MoontideError

@@ -178,6 +178,31 @@ async def test_errors_of_one_request_leave_the_session_open(
         call.cancel()
 
 
+async def test_prompt_that_is_computed_here_and_one_that_is_declined(
+    model_dir: Path, prefill: Prefill, store: MemoryStore
+) -> None:
+    first, second = (prefill.run(name, PROMPT, GREEDY) for name in ("first", "second"))
+    here, tight = open_command(first), open_command(second)
+    here.open.local_prefill.SetInParent()
+    tight.open.tbt_slo_s = 1e-9
+    async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
+        call = stub.Session()
+        events = EventReader(call)
+        await call.write(here)
+        done = (await events.next()).local_prefill_done
+        assert (done.hit_tokens, done.fetch_s) == (0, 0.0)
+        assert min(done.queue_s, done.compute_s, done.predicted_s) > 0
+        tokens: list[common_pb2.Token] = []
+        while not (event := await events.next()).HasField("finished"):
+            tokens.extend(event.tokens.tokens)
+        assert [token.token_id for token in tokens] == reference_generate(model_dir, PROMPT, 8)
+        assert [token.output_idx for token in tokens] == list(range(8))
+        await call.write(tight)
+        failed = (await events.next()).failed
+        assert (failed.code, failed.retriable) == ("Declined", True)
+        call.cancel()
+
+
 async def test_conductor_that_goes_away_leaves_nothing(model_dir: Path, prefill: Prefill, store: MemoryStore) -> None:
     prompts = [prefill.run(f"r{idx}", PROMPT, GREEDY) for idx in range(3)]
     async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
@@ -213,7 +238,7 @@ async def test_conductor_that_does_not_read_loses_its_session(
     async def write_nothing(*_args: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("decode_node.requests._SESSION_EVENTS", 1)
+    monkeypatch.setattr("decode_node.session._SESSION_EVENTS", 1)
     monkeypatch.setattr("decode_node.service._write", write_nothing)
     prompt = prefill.run("r", PROMPT, GREEDY)
     async with running_node(node_config(model_dir), store) as node, decode_stub(node.address) as stub:
@@ -235,7 +260,17 @@ async def test_registry_record_carries_layout_and_load(
             assert (record.role, record.address, record.http_address) == ("decode", node.address, node.http_address)
             assert record.model_id == str(model_dir)
             assert KVLayout.from_json(record.layout_json) == prefill.layout
-            assert record.load == {"waiting": 0, "pulling": 0, "running": 0, "free_pages": 64, "num_pages": 64}
+            state = {"waiting": 0, "pulling": 0, "running": 0, "free_pages": 64, "num_pages": 64, "max_batch": 32}
+            prefill_state = {
+                "context_tokens": 0,
+                "queued_prefill_s": 0,
+                "chunk_tokens": 256,
+                "prefill_room_tokens": 2048,
+            }
+            times = {name: record.load.pop(name) for name in list(record.load) if name.startswith("step_")}
+            assert record.load == state | prefill_state
+            assert set(times) == {"step_overhead_s", "step_token_s", "step_pair_s", "step_knee_tokens"}
+            assert max(times.values()) > 0, "nothing was measured"
             await node.drain()
             assert await client.get(key) is None
             assert (await http_status(node, "/ready")) == (503, "the node shuts down\n")

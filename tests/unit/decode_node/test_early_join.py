@@ -9,7 +9,7 @@ import pytest
 
 from decode_node import engine, requests
 from decode_node.batch import Phase
-from decode_node.requests import Finished, Pulled, Tokens
+from decode_node.session import Finished, Pulled, Tokens
 from kvstore.pool import RequestKey
 from kvstore.transfer.memory import MemoryStore
 from moontide.sampling_params import SamplingParams

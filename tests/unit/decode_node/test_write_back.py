@@ -13,10 +13,12 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decode_node.metrics import DecodeMetrics
-from decode_node.requests import Finished, Tokens
-from decode_node.write_back import StoreNodes, WriteBacks, WriteJob
+from decode_node.session import Finished, Tokens
+from decode_node.stores import StoreNodes
+from decode_node.write_back import WriteBacks, WriteJob
 from kvstore.block import BlockHash, hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreNodeClient
+from kvstore.keys import LOCAL_NODE_ID
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState, RequestKey, ReserveReply, ReserveResult
 from kvstore.service import KvStoreService
@@ -379,25 +381,30 @@ async def test_close_at_any_moment_gives_the_pages_back_once(
 ) -> None:
     """After so many rounds of the event loop; the put takes less than one."""
     node, clock = local_store(store), MonotonicClock()
-    given_back: list[RequestKey] = []
+    given_back: list[WriteJob] = []
     writes = WriteBacks(
         prefill.client,
         prefill.runner.kv,
         prefill.layout,
-        stores=StoreNodes(node, "", clock=clock),
+        stores=StoreNodes(node, "", own_node_id=LOCAL_NODE_ID, clock=clock),
         clock=clock,
         metrics=DecodeMetrics(CollectorRegistry()),
-        keep=lambda _key, _pages: None,
+        keep=lambda _job, _pages: None,
         give_back=given_back.append,
     )
-    key = RequestKey("r", 1)
-    root = root_hash(prefill.layout.digest(), "")
-    writes.submit(WriteJob(key=key, store_address="", root=root, hashes=chain(prefill, [3] * 16), pages=[0, 1]))
+    job = WriteJob(
+        key=RequestKey("r", 1),
+        store_address="",
+        root=root_hash(prefill.layout.digest(), ""),
+        hashes=chain(prefill, [3] * 16),
+        pages=[0, 1],
+    )
+    writes.submit(job)
     for _ in range(num_rounds):
         await asyncio.sleep(0)
         time.sleep(0.001)  # noqa: ASYNC251 - the put thread goes on, the loop does not
     await writes.close()
-    assert given_back == [key]
+    assert given_back == [job]
     assert node.pool.stats().reservations == 0
 
 

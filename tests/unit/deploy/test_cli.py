@@ -137,19 +137,25 @@ def test_codes_are_named() -> None:
     assert describe_code(-9) == "signal SIGKILL"
 
 
+def service(package: Path, program: str) -> None:
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(program)
+
+
 def test_module_runs_in_this_process_and_gives_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("sys.argv", ["before"])
     report = tmp_path / "argv.json"
-    (tmp_path / "some_service.py").write_text(
+    service(
+        tmp_path / "some_service",
         "import json, pathlib, sys\n"
-        "if __name__ == '__main__':\n"
-        f"    pathlib.Path({str(report)!r}).write_text(json.dumps(sys.argv[1:]))\n"
-        "    sys.exit(2)\n"
+        "def main(argv):\n"
+        f"    pathlib.Path({str(report)!r}).write_text(json.dumps(argv))\n"
+        "    sys.exit(2)\n",
     )
     assert run_module("some_service", ["--config", "x"]) == 2
     assert json.loads(report.read_text()) == ["--config", "x"]
-    (tmp_path / "broken_service.py").write_text("raise RuntimeError('no')\n")
+    service(tmp_path / "broken_service", "raise RuntimeError('no')\n")
     assert run_module("broken_service", []) == 1
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import hash_blocks, root_hash
+from kvstore import block
+from kvstore.block import _hash_chain, hash_blocks, root_hash
+from kvstore.hash_chain import load_hash_chain
 
 ROOT = root_hash(b"layout", "")
 
@@ -50,3 +53,20 @@ def test_a_changed_token_changes_its_block_and_all_later_ones(ids: list[int], da
 def test_strided_input_hashes_like_its_copy() -> None:
     wide = np.arange(64, dtype=np.uint32)
     assert hash_blocks(wide[::2], block_tokens=8, root=ROOT) == hash_blocks(wide[::2].copy(), block_tokens=8, root=ROOT)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 5])
+@pytest.mark.parametrize("block_tokens", [1, 5, 7, 8, 9, 14, 22, 23, 24, 64, 255, 256])
+def test_the_compiled_chain_equals_hashlib_for_every_length_of_a_tail(block_tokens: int, num_blocks: int) -> None:
+    compiled = load_hash_chain()
+    if compiled is None:
+        pytest.skip("no compiler, or a CPU without SHA instructions")
+    ids = np.random.default_rng(block_tokens).integers(0, 2**32, num_blocks * block_tokens + 3, dtype=np.uint32)
+    assert compiled(ids, block_tokens, ROOT) == _hash_chain(ids, block_tokens, ROOT)
+
+
+def test_without_a_compiler_hashlib_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = hash_blocks(tokens(1, 2, 3, 4), block_tokens=2, root=ROOT)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(block, "load_hash_chain", load_hash_chain.__wrapped__)
+    assert hash_blocks(tokens(1, 2, 3, 4), block_tokens=2, root=ROOT) == expected

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -386,14 +385,6 @@ def test_blocks_that_leave_while_they_are_told_are_left_out(pool: Pool) -> None:
     assert list(telling) == []
 
 
-def test_sealed_runs_tell_everything_parents_first(pool: Pool) -> None:
-    pool.cache("a", "1", "2", "3")
-    pool.cache("b", "1", "x")
-    runs = pool.sealed_runs(max_blocks=2)
-    assert all(len(run.hashes) <= 2 for run in runs)
-    assert_replayable(runs, {"1", "2", "3", "x"})
-
-
 def test_layouts_of_two_models_share_the_pool(pool: Pool) -> None:
     other = replace(LAYOUT, model_fingerprint="g", num_layers=8)
     request = replace(ask("b", "x"), layout=other)
@@ -406,14 +397,6 @@ def test_many_releases_leave_a_bounded_heap(pool: Pool) -> None:
     for i in range(5000):
         pool.cache(f"r{i}", "1", "2")
     assert len(pool._cold) < 2000
-
-
-def assert_replayable(runs: Sequence[StoredRun], names: set[str]) -> None:
-    known = {ROOT}
-    for run in runs:
-        assert run.parent in known
-        known |= set(run.hashes)
-    assert known == {ROOT} | {h(name) for name in names}
 
 
 CHAINS = [
@@ -504,7 +487,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def events_tell_the_truth(self) -> None:
         if hasattr(self, "pool"):
-            assert {hash_ for run in self.pool.sealed_runs(max_blocks=3) for hash_ in run.hashes} == self.published
+            assert {block.hash for block in self.pool.blocks() if block.is_sealed} == self.published
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

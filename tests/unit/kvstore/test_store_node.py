@@ -39,6 +39,7 @@ class RecordingEvents:
         self.stored_hashes: list[BlockHash] = []
         self.removed_hashes: list[BlockHash] = []
         self.objects_at_removed: list[int] = []
+        self.number = 0
         self._store = store
 
     async def stored(self, runs: Sequence[StoredRun]) -> None:

@@ -1,6 +1,7 @@
 """The kernels are compiled once, and where they cannot be, torch computes or the reason is named."""
 
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 
 from model_runner.config import ModelConfig
 from model_runner.native import build, kernels
-from model_runner.native.build import BuildFailed, build_library
+from model_runner.native.build import build_library
 from model_runner.native.kernels import load_kernels
+from moontide import native_build
 from moontide.errors import ConfigError
+from moontide.native_build import BuildFailed
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ on PATH")
 
@@ -27,7 +30,7 @@ def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(build, "_SOURCE", source)
-    monkeypatch.setattr(build, "_FLAGS", ("-shared", "-fPIC"))
+    monkeypatch.setattr(build, "_FLAGS", ())
     return source
 
 
@@ -40,13 +43,13 @@ def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_source")
 def test_processes_that_ask_at_once_compile_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     compiled: list[Path] = []
-    compile_now = build._compile
+    compile_now = native_build._compile
 
-    def counting(compiler: str, library: Path) -> None:
+    def counting(command: Sequence[str], source: Path, library: Path) -> None:
         compiled.append(library)
-        compile_now(compiler, library)
+        compile_now(command, source, library)
 
-    monkeypatch.setattr(build, "_compile", counting)
+    monkeypatch.setattr(native_build, "_compile", counting)
     with ThreadPoolExecutor(3) as threads:
         libraries = {future.result() for future in [threads.submit(build_library) for _ in range(3)]}
     assert len(compiled) == 1

@@ -187,7 +187,10 @@ def test_decode_steps_have_a_time_of_their_own_or_the_token_part_of_the_batch() 
     shape = StepShape.of_chunk(1, 1000) + StepShape.of_chunk(1, 2000)
     profile = {"overhead_s": 1.0, "token_s": 0.5, "pair_s": 0.25}
     assert PacedProfile(**profile).decode_model().time_s(shape) == 2.0
-    assert PacedProfile(**profile, decode_step_s=0.25).decode_model().time_s(shape) == 0.25
+    decode = PacedProfile(**profile, decode_step_s=2.25).decode_model()
+    assert decode.time_s(shape) == 2.25
+    assert decode.time_s(shape + StepShape.of_chunk(2, 0)) == 2.25, "prompt tokens have room in a step of few requests"
+    assert decode.time_s(shape + StepShape.of_chunk(8, 0)) == 5.25
 
 
 def test_load_runner_knows_the_pace_of_stage_and_decode_without_measuring(

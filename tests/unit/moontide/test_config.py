@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from moontide.config import NodeConfig, RegistryConfig, describe, load_config, load_service_config, to_yaml
+from moontide.config import NodeConfig, RegistryConfig, api_key, describe, load_config, load_service_config, to_yaml
 from moontide.errors import ConfigError
 
 
@@ -102,3 +102,10 @@ def test_node_and_registry_refuse_what_cannot_work() -> None:
         RegistryConfig(url="localhost:6379")
     with pytest.raises(ConfigError, match="twice"):
         RegistryConfig(url="redis://h:1/0", heartbeat_s=2.0, lease_s=3.0)
+
+
+def test_commands_take_their_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOONTIDE_API_KEY", raising=False)
+    assert api_key() == ""
+    monkeypatch.setenv("MOONTIDE_API_KEY", "sk-1")
+    assert api_key() == "sk-1"

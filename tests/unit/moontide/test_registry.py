@@ -101,6 +101,9 @@ async def test_a_cancellation_that_the_client_swallows_is_not_lost() -> None:
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
+        async def sadd(self, *_args: object) -> None:
+            pass
+
     announcer = Announcer(RegistryConfig(url="redis://127.0.0.1:1/0"), record)
     swallowing: Any = Swallowing()
     announcer._redis = swallowing

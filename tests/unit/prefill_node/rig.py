@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.access import KvConfig, StoreAccessConfig
+from kvstore.keys import LOCAL_NODE_ID
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState
 from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus
@@ -175,12 +176,17 @@ class Group:
     """The stages of a group and a client of it."""
 
     def __init__(self, model_dir: Path, *, num_stages: int, **settings: Any) -> None:
-        self.store = MemoryStore(1 << 30)
+        self.store = settings.pop("store", None) or MemoryStore(1 << 30)
         self.gates = Gates()
         self.node = LocalStoreNode(
-            PoolState(capacity_bytes=settings.pop("pool_bytes", 1 << 28), clock=MonotonicClock()),
+            PoolState(
+                capacity_bytes=settings.pop("pool_bytes", 1 << 28),
+                clock=MonotonicClock(),
+                node_id=settings.pop("store_node_id", LOCAL_NODE_ID),
+            ),
             MemoryTransfer(self.store),
         )
+        self.copier = settings.pop("copier", None)
         self.store_node: Any = self.node
         self.stages: list[Stage] = []
         self.control_address = f"127.0.0.1:{free_port()}"
@@ -222,7 +228,10 @@ class Group:
 
     async def start_stage(self, stage_idx: int) -> Stage:
         return await start_stage(
-            self.config(stage_idx), transfer=GatedTransfer(self.store, self.gates), store_node=self.store_node
+            self.config(stage_idx),
+            transfer=GatedTransfer(self.store, self.gates),
+            store_node=self.store_node,
+            copier=self.copier,
         )
 
     async def start(self) -> None:

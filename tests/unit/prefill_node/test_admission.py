@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.pool import RequestKey
+from moontide.fair_share import Share
 from prefill_node.admission import AdmissionQueue, Holder, choose_victims
 from prefill_node.policy import Candidate
 
@@ -87,12 +88,17 @@ async def test_a_cancelled_waiter_passes_its_turn_on(ticks: int) -> None:
     queue.update()
 
 
-def candidate(key: RequestKey, *, work_s: float, work_left_s: float) -> Candidate:
-    return Candidate(key=key, order=0, deadline_s=0.0, work_s=work_s, work_left_s=work_left_s, served_s=0.0)
+def candidate(key: RequestKey, *, work_s: float, work_left_s: float, priority: int = 0) -> Candidate:
+    share = Share(tenant="", priority=priority)
+    return Candidate(
+        key=key, order=0, deadline_s=0.0, work_s=work_s, work_left_s=work_left_s, served_s=0.0, share=share
+    )
 
 
-def holder(key: RequestKey, *, work_left_s: float, num_pages: int) -> Holder:
-    return Holder(candidate=candidate(key, work_s=100.0, work_left_s=work_left_s), num_pages=num_pages)
+def holder(key: RequestKey, *, work_left_s: float, num_pages: int, priority: int = 0) -> Holder:
+    return Holder(
+        candidate=candidate(key, work_s=100.0, work_left_s=work_left_s, priority=priority), num_pages=num_pages
+    )
 
 
 def test_the_last_in_line_lose_their_pages_first() -> None:
@@ -108,3 +114,9 @@ def test_nobody_loses_pages_for_nothing() -> None:
     assert choose_victims(wanting, 0, holders) == []
     assert choose_victims(wanting, 5, holders) == [B], "C is nearly done"
     assert choose_victims(wanting, 11, holders) == [], "it would not fit all the same"
+
+
+def test_a_lower_class_loses_its_pages_however_little_work_it_has_left() -> None:
+    wanting = candidate(A, work_s=10.0, work_left_s=10.0, priority=1)
+    nearly_done = [holder(B, work_left_s=0.1, num_pages=10), holder(C, work_left_s=0.1, num_pages=10, priority=1)]
+    assert choose_victims(wanting, 5, nearly_done) == [B]

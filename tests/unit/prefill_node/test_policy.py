@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from kvstore.pool import RequestKey
-from prefill_node.policy import Candidate, ranked
+from moontide.fair_share import Share
+from prefill_node.policy import Candidate, keeps_turn, ranked
+
+NOBODY = Share(tenant="")
 
 
-def candidate(name: str, order: int, **fields: float) -> Candidate:
+def candidate(name: str, order: int, share: Share = NOBODY, **fields: float) -> Candidate:
     given = {"deadline_s": 100.0, "work_s": 1.0, "work_left_s": 1.0, "served_s": 0.0} | fields
-    return Candidate(key=RequestKey(name, 1), order=order, **given)
+    return Candidate(key=RequestKey(name, 1), order=order, share=share, **given)
 
 
-def names(candidates: list[Candidate], policy: str, *, now_s: float = 0.0, starvation_s: float = 1e9) -> list[str]:
-    line = ranked(candidates, policy=policy, now_s=now_s, starvation_s=starvation_s)
+def names(
+    candidates: list[Candidate],
+    policy: str,
+    *,
+    now_s: float = 0.0,
+    starvation_s: float = 1e9,
+    shares: Sequence[Share] = (NOBODY,),
+) -> list[str]:
+    line = ranked(candidates, policy=policy, now_s=now_s, starvation_s=starvation_s, shares=shares)
     return [each.key.request_id for each in line]
 
 
@@ -59,3 +72,31 @@ def test_without_predictions_the_first_come_is_first() -> None:
     second = candidate("second", 1, deadline_s=40.0, **unknown)
     for policy in ("fcfs", "srpt", "lars"):
         assert names([second, first], policy) == ["first", "second"]
+
+
+A, B = Share(tenant="a"), Share(tenant="b")
+
+
+def test_the_policy_orders_the_prompts_of_a_tenant_and_the_turns_order_the_tenants() -> None:
+    line = [
+        candidate("a-late", 0, A, deadline_s=9.0),
+        candidate("a-soon", 1, A, deadline_s=3.0),
+        candidate("b-late", 2, B, deadline_s=8.0),
+        candidate("b-soon", 3, B, deadline_s=5.0),
+    ]
+    assert names(line, "edf", shares=[B, A]) == ["b-soon", "b-late", "a-soon", "a-late"]
+    assert names(line, "edf", shares=[A, B]) == ["a-soon", "a-late", "b-soon", "b-late"]
+
+
+def test_prompts_that_starve_go_before_those_of_their_tenant_and_of_nobody_else() -> None:
+    line = [candidate("b-fresh", 0, B, served_s=29.0), candidate("a-fresh", 1, A, served_s=29.0)]
+    line.append(candidate("a-starved", 2, A))
+    assert names(line, "fcfs", now_s=30.0, starvation_s=30.0, shares=[B, A]) == ["b-fresh", "a-starved", "a-fresh"]
+
+
+def test_no_prompt_keeps_its_turn_against_another_tenant() -> None:
+    current = candidate("current", 0, A, work_left_s=0.1)
+    given = {"policy": "lars", "now_s": 0.0, "starvation_s": 30.0}
+    assert keeps_turn(current, candidate("first", 1, A), **given)
+    assert not keeps_turn(current, candidate("first", 1, B), **given)
+    assert not keeps_turn(current, candidate("first", 1, replace(A, priority=1)), **given)

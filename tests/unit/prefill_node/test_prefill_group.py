@@ -316,6 +316,74 @@ async def test_full_queue_is_refused(model_dir: Path) -> None:
         await group.until_idle()
 
 
+async def test_full_queue_still_takes_a_tenant_with_less_than_its_part(model_dir: Path) -> None:
+    async with running_group(model_dir, num_stages=1, num_pages=2, max_queue=2) as group:
+        group.gates.exists.shut()
+        coordinator = group.stages[0].coordinator
+        calls = [asyncio.create_task(group.prefill(make_prompt(2 * BLOCK_TOKENS), "holds", tenant="a"))]
+        await eventually(lambda: group.gates.exists.arrived > 0, "the first request at its seal")
+        for number, tenant in enumerate("aab", start=1):
+            name = f"waits-{number}"
+            calls.append(asyncio.create_task(group.prefill(make_prompt(BLOCK_TOKENS), name, tenant=tenant)))
+            await eventually(lambda number=number: coordinator.num_waiting == number, "a waiting request")
+        for tenant in "ab":
+            with pytest.raises(Rejected, match="shared by 2 tenants"):
+                await group.prefill(make_prompt(BLOCK_TOKENS), f"refused-{tenant}", tenant=tenant)
+        group.gates.exists.open()
+        await asyncio.gather(*calls)
+        await group.until_idle()
+
+
+async def test_requests_of_a_higher_class_are_served_first(model_dir: Path) -> None:
+    async with running_group(model_dir, num_stages=1, num_pages=2) as group:
+        group.gates.exists.shut()
+        coordinator = group.stages[0].coordinator
+        served: list[str] = []
+
+        async def serve(name: str, priority: int) -> None:
+            await group.prefill(make_prompt(2 * BLOCK_TOKENS, seed=priority + 7), name, priority=priority)
+            served.append(name)
+
+        calls = [asyncio.create_task(serve("running", 0))]
+        await eventually(lambda: group.gates.exists.arrived > 0, "the first request at its seal")
+        for number, priority in enumerate((-1, 0, 3), start=1):
+            calls.append(asyncio.create_task(serve(f"class:{priority}", priority)))
+            await eventually(lambda number=number: coordinator.num_waiting == number, "a waiting request")
+        group.gates.exists.open()
+        await asyncio.gather(*calls)
+        assert served == ["running", "class:3", "class:0", "class:-1"]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+async def test_a_weight_that_is_no_share_is_refused(model_dir: Path, weight: float) -> None:
+    async with running_group(model_dir, num_stages=1) as group:
+        with pytest.raises(BadRequest, match="tenant_weight"):
+            await group.prefill(make_prompt(3), tenant_weight=weight)
+
+
+async def test_the_load_report_says_what_conductors_predict_with(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_group(model_dir, num_stages=2) as group:
+        record = group.stages[0]._record()
+        assert record is not None
+        assert record.load == {
+            "waiting": 0, "running": 0, "queued_tokens": 0, "free_pages": 64, "num_pages": 64, "num_stages": 2,
+            "chunk_tokens": CHUNK_TOKENS,
+        }, "nothing was measured"  # fmt: skip
+    monkeypatch.setattr(prefill_node.session, "OnlineFit", lambda _start: OnlineFit(STEP, refit_every=1 << 30))
+    async with running_group(model_dir, num_stages=2, chunking="equal-time") as group:
+        await group.prefill(make_prompt(CHUNK_TOKENS))
+        await group.until_idle()
+        record = group.stages[0]._record()
+        assert record is not None
+        assert record.load["queued_s"] == 0
+        assert record.load["max_step_s"] == 0.5
+        assert record.load["tail_s"] > 0
+        parts = ("step_overhead_s", "step_token_s", "step_pair_s", "step_knee_tokens")
+        assert [record.load[part] for part in parts] == [0.001, 0.01, 0.0, 0]
+
+
 async def test_puts_that_fail_end_the_request_retriable(model_dir: Path) -> None:
     async with running_group(model_dir, num_stages=2) as group:
         group.gates.puts_fail = True

@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.pool import RequestKey
+from moontide.fair_share import Share
 from moontide.perf_model import StepModel
 from prefill_node.chunking import ChunkPlanner
 from prefill_node.scheduler import PlannedChunk, Scheduler
+from prefill_node.turns import Turns
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16
+QUANTUM_S = 0.1
 A, B, C = (RequestKey(name, 1) for name in "abc")
 STAGE = StepModel(overhead_s=0.002, token_s=0.001, pair_s=1e-7)
 """A stage on which one block takes 16 ms, so that plans for two of them have many chunks."""
@@ -23,6 +26,7 @@ STAGE = StepModel(overhead_s=0.002, token_s=0.001, pair_s=1e-7)
 class Line(Scheduler):
     """A scheduler that is told little: what is not said is as good as absent."""
 
+    turns: Turns
     num_preemptions = 0
     num_starved = 0
 
@@ -33,17 +37,26 @@ class Line(Scheduler):
         self.num_starved += 1
 
     def add(self, key: RequestKey, *, order: int, num_tokens: int, cursor: int, **given: Any) -> None:
+        share = Share(
+            tenant=given.get("tenant", ""), priority=given.get("priority", 0), weight=given.get("weight", 1.0)
+        )
+        self.turns.enter(key, share)
         super().add(
             key,
             order=order,
             num_tokens=num_tokens,
             cursor=cursor,
             deadline_s=given.get("deadline_s", 1e6),
+            share=share,
             now_s=given.get("now_s", 0.0),
         )
 
     def next_micro_batch(self, *, in_flight_steps: int, now_s: float = 0.0) -> Sequence[PlannedChunk]:
-        return super().next_micro_batch(in_flight_steps=in_flight_steps, now_s=now_s)
+        batch = super().next_micro_batch(in_flight_steps=in_flight_steps, now_s=now_s)
+        for planned in batch:
+            if planned.is_last:
+                self.turns.leave(planned.key)
+        return batch
 
 
 def make_scheduler(
@@ -61,15 +74,16 @@ def make_scheduler(
         max_step_s=1.0,
         stages=stages,
     )
+    turns = Turns(policy=policy, starvation_s=starvation_s, quantum_s=QUANTUM_S)
     line = Line(
         mode=mode,
-        policy=policy,
+        turns=turns,
         planner=planner,
         max_in_flight_steps=max_in_flight_steps,
-        starvation_s=starvation_s,
         on_preempted=lambda: line.count_preempted(),
         on_starved=lambda: line.count_starved(),
     )
+    line.turns = turns
     return line
 
 

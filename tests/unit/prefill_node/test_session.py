@@ -2,101 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import pytest
 
-import numpy as np
-from prometheus_client import CollectorRegistry
-
-from kvstore.block import BlockHash, hash_blocks
-from kvstore.pool import RequestKey
 from model_runner.pages import PrefixPages
-from moontide.perf_model import StepModel
-from moontide.sampling_params import SamplingParams
-from moontide_proto.v1 import common_pb2, stage_pb2
-from prefill_node.config import PrefillConfig
-from prefill_node.metrics import GroupMetrics
+from moontide.fair_share import Share
+from moontide_proto.v1 import stage_pb2
 from prefill_node.prompt import Prompt
-from prefill_node.session import GroupSession
-from tests.fakes.clock import FakeClock
-
-BLOCK_TOKENS = 4
-ROOT = BlockHash(b"r" * 32)
-
-
-MODEL = StepModel(overhead_s=0.001, token_s=0.01, pair_s=0.0)
-
-
-class World:
-    """One stage whose reports the test makes up."""
-
-    def __init__(
-        self, *, num_pages: int = 64, policy: str = "srpt", model: StepModel | None = None, push: str = "auto"
-    ) -> None:
-        self.clock = FakeClock()
-        self.entries: list[stage_pb2.LogEntry] = []
-        self.registry = CollectorRegistry()
-        self.session = GroupSession(
-            epoch=1,
-            config=PrefillConfig(
-                group_id="g",
-                stage_idx=0,
-                num_stages=1,
-                control_address="127.0.0.1:1",
-                chunk_tokens=8,
-                chunking="fixed" if model is None else "equal-time",
-                policy=policy,
-                push=push,
-            ),
-            num_pages=num_pages,
-            block_tokens=BLOCK_TOKENS,
-            step_models=[model],
-            send=self.entries.append,
-            clock=self.clock,
-            metrics=GroupMetrics(self.registry),
-        )
-        self._orders = itertools.count()
-
-    def waiting(self, request_id: str, num_tokens: int, *, seed: int = 0) -> Prompt:
-        """A prompt without pages; prompts of one seed share their prefix."""
-        token_ids = np.arange(num_tokens, dtype=np.uint32) + 1000 * seed
-        prompt = Prompt(
-            key=RequestKey(request_id, 1),
-            order=next(self._orders),
-            token_ids=token_ids,
-            root=ROOT,
-            block_hashes=hash_blocks(token_ids, block_tokens=BLOCK_TOKENS, root=ROOT),
-            block_tokens=BLOCK_TOKENS,
-            sampling=SamplingParams(max_tokens=1),
-            output_idx=0,
-            arrived_s=self.clock.now(),
-            ttft_slo_s=None,
-        )
-        self.session.expect(prompt, 0)
-        return prompt
-
-    def prompt(self, request_id: str, num_tokens: int, *, hit_blocks: int = 0, seed: int = 0) -> Prompt:
-        prompt = self.waiting(request_id, num_tokens, seed=seed)
-        self.session.take_pages(prompt, hit_blocks=hit_blocks)
-        return prompt
-
-    def report(self, **report: object) -> None:
-        self.session.on_report(0, stage_pb2.StageReport(epoch=1, **report))  # type: ignore[arg-type]
-
-    def work(self, *, step_s: float = 0.0, token_s: float = 0.0) -> None:
-        """Do everything that the log asks for and was not done yet; a step takes `step_s` and `token_s` for each token."""
-        while self.entries:
-            entry = self.entries.pop(0)
-            if entry.HasField("compute"):
-                compute_s = step_s + token_s * sum(chunk.num_tokens for chunk in entry.compute.chunks)
-                self.clock.advance(compute_s)
-                tokens = [common_pb2.Token(token_id=7) for chunk in entry.compute.chunks if chunk.is_last]
-                self.report(step_done=stage_pb2.StepDone(seq=entry.seq, compute_s=compute_s, tokens=tokens))
-                self.report(puts_done=stage_pb2.PutsDone(seq=entry.seq))
-            elif entry.HasField("end"):
-                self.report(end_done=stage_pb2.EndDone(request_id=entry.end.request_id, request_epoch=1))
-
-    def value(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(name, labels) or 0.0
+from tests.unit.prefill_node.session_world import BLOCK_TOKENS, MODEL, World
 
 
 async def test_other_reports_do_not_hide_a_forward_that_hangs() -> None:
@@ -330,3 +242,59 @@ async def test_predictions_follow_what_the_steps_took() -> None:
         world.session.finish(prompt)
         world.work()
     assert 1.8 * before_s < world.session.predict_s(0, 64) < 2.2 * before_s
+
+
+async def test_queued_seconds_count_what_runs_what_is_planned_and_what_waits() -> None:
+    world = World(model=MODEL)
+    assert world.session.slowest_stage == MODEL
+    assert world.session.queued_s == 0
+    running = world.prompt("running", 64)
+    world.session.compute(running, cursor=0)
+    alone_s = world.session.predict_s(0, 64)
+    assert world.session.queued_s == pytest.approx(alone_s, rel=0.1)
+    waiting = world.waiting("waiting", 32, seed=1)
+    before_s = world.session.queued_s
+    assert before_s == pytest.approx(alone_s + world.session.predict_s(0, 32), rel=0.1)
+    world.clock.advance(0.05)
+    assert world.session.queued_s == pytest.approx(before_s - 0.05), "a part of the first step is over"
+    world.session.take_pages(waiting, hit_blocks=7)
+    assert world.session.queued_s == pytest.approx(before_s - 0.05 - world.session.predict_s(0, 28), abs=0.01)
+    world.session.finish(waiting)
+    world.work(step_s=0.001, token_s=0.01)
+    assert world.session.queued_s == 0
+
+
+async def test_without_measured_times_nothing_is_predicted() -> None:
+    world = World()
+    world.session.compute(world.prompt("running", 64), cursor=0)
+    assert world.session.slowest_stage is None
+    assert world.session.queued_s == 0
+
+
+async def test_what_is_ahead_of_a_prompt_follows_from_its_class() -> None:
+    world = World(model=MODEL)
+    world.session.compute(world.prompt("running", 64), cursor=0)
+    in_flight_s = world.session.queued_s
+    low = world.waiting("low", 32, seed=1, share=Share(tenant="", priority=-1))
+    high = world.waiting("high", 32, seed=2, share=Share(tenant="", priority=1))
+    assert world.session.ahead_s(low) == pytest.approx(in_flight_s + world.session.predict_s(0, 32), rel=0.1)
+    assert world.session.ahead_s(high) < in_flight_s, "only what is in the pipeline"
+
+
+async def test_a_higher_class_gets_the_next_step_and_the_pages_of_a_lower_one() -> None:
+    world = World(num_pages=20, model=MODEL)
+    low = world.prompt("low", 64)
+    world.session.compute(low, cursor=0)
+    high = world.waiting("high", 60, seed=1, share=Share(tenant="", priority=1))
+    assert world.session.choose([high]) is None
+    while not low.dropped.is_set():
+        world.work(step_s=0.001, token_s=0.01)
+    assert world.session.choose([low, high]) is high
+    world.session.take_pages(high, hit_blocks=0)
+    assert world.session.choose([low]) is None
+    world.session.compute(high, cursor=0)
+    world.work(step_s=0.001, token_s=0.01)
+    world.session.finish(high)
+    world.work()
+    assert world.session.choose([low]) is low
+    world.session.check_invariants()

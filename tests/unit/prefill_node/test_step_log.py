@@ -42,6 +42,16 @@ def test_step_is_in_flight_until_every_stage_has_computed_it() -> None:
     assert (log.in_flight_steps, log.open_puts) == (0, 1)
 
 
+def test_each_stage_has_its_own_steps_to_compute() -> None:
+    log = StepLog(epoch=1, num_stages=2)
+    first, second = [make_chunk(A), make_chunk(B)], [make_chunk(A, 8)]
+    log.append_compute(first)
+    log.append_compute(second)
+    log.step_done(0, 1)
+    assert log.uncomputed(0) == [tuple(second)]
+    assert log.uncomputed(1) == [tuple(first), tuple(second)]
+
+
 def test_puts_are_done_when_the_last_stage_says_so() -> None:
     log = StepLog(epoch=1, num_stages=2)
     log.append_compute([make_chunk(A)])

@@ -1,0 +1,235 @@
+"""Where requests wait while every prefill group has work ahead, and in which order they leave: by class, then by tenants' shares.
+
+    arrival -> [ turn ] -> choice of nodes -> dispatch -> stage 0
+Groups get only so much work ahead that none of them idles (`conductor.release_queue_s`), so a tenant that floods has its requests here
+and not before another's in the groups. A tenant within its share of what the groups have ahead does not wait at all: stage 0, which
+divides what several conductors send by the same rule, serves it before the others. Work is counted in predicted seconds of prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from conductor.tenants import Tenant
+from moontide.clock import Clock
+from moontide.deadline import Deadline
+from moontide.errors import DeadlineExceeded, Rejected, RejectReason
+from moontide.fair_share import DeficitRoundRobin, Share
+
+RELEASE_PERIOD_S = 0.02
+"""How often it is looked whether the groups take more, while anybody waits; far below what they have ahead."""
+QUANTUM_S = 0.1
+"""Work of a tenant's turn. Requests are not divided, so that of a long prompt is owed in the turns to come."""
+
+_NOTHING_S = 1e-6
+"""Less work is an error of rounding."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Waiting:
+    share: Share
+    work_s: float
+    released: asyncio.Future[None]
+
+
+class _Ahead:
+    """What the groups still have to do, by claim: a fluid that they drain as stage 0 divides its steps, by class and then by weight."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self.by_claim: dict[tuple[int, str], tuple[Share, float]] = {}
+
+    @property
+    def total_s(self) -> float:
+        return sum(work_s for _, work_s in self.by_claim.values())
+
+    def add(self, share: Share, work_s: float) -> None:
+        self.by_claim[share.key] = share, self.of(share) + work_s
+
+    def of(self, share: Share) -> float:
+        return self.by_claim.get(share.key, (share, 0.0))[1]
+
+    def drain(self, now_s: float, num_groups: int) -> None:
+        """Work of as many seconds as have passed, by each group."""
+        left_s, self._at_s = (now_s - self._at_s) * num_groups, now_s
+        while self.by_claim and left_s > _NOTHING_S:
+            highest = max(priority for priority, _ in self.by_claim)
+            served = [(share, work_s) for share, work_s in self.by_claim.values() if share.priority == highest]
+            weights = sum(share.weight for share, _ in served)
+            done_s = min(left_s, *(work_s / share.weight * weights for share, work_s in served))
+            for share, work_s in served:
+                rest_s = work_s - done_s * share.weight / weights
+                if rest_s > _NOTHING_S:
+                    self.by_claim[share.key] = share, rest_s
+                else:
+                    del self.by_claim[share.key]
+            left_s -= done_s
+
+
+class FairQueue:
+    def __init__(
+        self, room_s: Callable[[], float], num_groups: Callable[[], int], *, release_queue_s: float, clock: Clock
+    ) -> None:
+        """
+        Args:
+            release_queue_s: how much work each group gets ahead.
+            room_s: predicted seconds of work until each prefill group has so much ahead as it may; infinite while that is not known.
+            num_groups: prefill groups that share the work.
+        """
+        self._room_s = room_s
+        self._num_groups = num_groups
+        self._release_queue_s = release_queue_s
+        self._clock = clock
+        self._turns = DeficitRoundRobin(QUANTUM_S)
+        self._ahead = _Ahead()
+        self._queues: dict[tuple[int, str], deque[_Waiting]] = {}
+        self._leaving_s = 0.0
+        """Work that has left and is not dispatched yet, so that room_s does not know it."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def waiting_s(self) -> float:
+        return sum(map(_work_s, self._queues.values()))
+
+    def wait_s(self, share: Share) -> float:
+        """How long a new request of the claim is expected to wait here; 0 while the groups take it at once.
+
+        Higher classes and the claim's own requests go before it, and of another tenant's as much as its weight allows meanwhile.
+        """
+        own_s = _work_s(self._queues.get(share.key, ()))
+        ahead_s = own_s
+        for key, queue in self._queues.items():
+            other = queue[0].share
+            if other.priority > share.priority:
+                ahead_s += _work_s(queue)
+            elif other.priority == share.priority and key != share.key:
+                ahead_s += min(_work_s(queue), own_s * other.weight / share.weight)
+        return ahead_s / max(1, self._num_groups())
+
+    def queue_share(self, share: Share) -> float:
+        """Which part of what a group has ahead goes before a new request of the claim, as stage 0 divides its steps."""
+        ahead = self._ahead
+        ahead.drain(self._clock.now(), self._num_groups())
+        if not ahead.by_claim:
+            return 1.0
+        before_s = own_s = ahead.of(share)
+        for key, (other, work_s) in ahead.by_claim.items():
+            if other.priority > share.priority:
+                before_s += work_s
+            elif other.priority == share.priority and key != share.key:
+                before_s += min(work_s, own_s * other.weight / share.weight)
+        return min(1.0, before_s / ahead.total_s)
+
+    @asynccontextmanager
+    async def turn(self, tenant: Tenant, *, priority: int, work_s: float, deadline: Deadline) -> AsyncIterator[None]:
+        """Wait for the request's turn. The body dispatches it, so that `room_s` counts its work from then on; it waits for nothing.
+
+        Raises: Rejected beyond the tenant's `max_queued_s`; DeadlineExceeded.
+        """
+        share = tenant.share(priority)
+        if not self._queues and self._has_room():
+            self._turns.ranked([share])
+            self._leave(share, work_s)
+        elif self._is_within_share(share):
+            self._leave(share, work_s)
+        else:
+            await self._wait(tenant, share, work_s, deadline)
+        try:
+            yield
+        finally:
+            self._leaving_s -= work_s
+
+    def check_invariants(self) -> None:
+        """While nobody waits, nothing is kept for anybody."""
+        assert all(self._queues.values()), "an empty queue is kept"
+        assert self._queues or abs(self._leaving_s) < 1e-6, f"{self._leaving_s} s of work left and never arrived"
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _wait(self, tenant: Tenant, share: Share, work_s: float, deadline: Deadline) -> None:
+        """Afterwards the work is leaving."""
+        self._check_limit(tenant, share)
+        waiting = _Waiting(share=share, work_s=work_s, released=asyncio.get_running_loop().create_future())
+        self._queues.setdefault(share.key, deque()).append(waiting)
+        self._look_again()
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await waiting.released
+        except BaseException as error:
+            self._forget(waiting)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    f"deadline passed while {self.num_waiting} requests waited for a prefill group; give the request a larger timeout"
+                ) from error
+            raise
+
+    def _check_limit(self, tenant: Tenant, share: Share) -> None:
+        limit_s = tenant.max_queued_s
+        queued_s = sum(_work_s(queue) for (_, name), queue in self._queues.items() if name == tenant.name)
+        if limit_s is not None and queued_s >= limit_s:
+            raise Rejected(
+                f"{queued_s:.1f} s of work of tenant {tenant.name} are waiting; its max_queued_s is {limit_s:g}: try again later",
+                reason=RejectReason.TENANT_LIMIT,
+                retry_after_s=self.wait_s(share) * (queued_s - limit_s) / queued_s + RELEASE_PERIOD_S,
+            )
+
+    def _forget(self, waiting: _Waiting) -> None:
+        queue = self._queues.get(waiting.share.key, deque())
+        if waiting in queue:
+            queue.remove(waiting)
+            self._drop_empty(waiting.share)
+        elif not waiting.released.cancelled():
+            self._leaving_s -= waiting.work_s
+
+    def _look_again(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(RELEASE_PERIOD_S, self._release)
+
+    def _release(self) -> None:
+        """Let requests go while the groups take work."""
+        self._timer = None
+        while self._queues and self._has_room():
+            first = self._turns.ranked(queue[0].share for queue in self._queues.values())[0]
+            waiting = self._queues[first.key].popleft()
+            self._drop_empty(first)
+            if waiting.released.cancelled():
+                continue  # its task has not come to forget it yet
+            self._leave(first, waiting.work_s)
+            waiting.released.set_result(None)
+        if self._queues:
+            self._look_again()
+
+    def _leave(self, share: Share, work_s: float) -> None:
+        self._turns.charge(share, work_s)
+        self._leaving_s += work_s
+        self._ahead.drain(self._clock.now(), self._num_groups())
+        self._ahead.add(share, work_s)
+
+    def _has_room(self) -> bool:
+        return self._room_s() > self._leaving_s
+
+    def _is_within_share(self, share: Share) -> bool:
+        """Whether the claim, which has nothing that waits, has got less ahead than is due to it beside those that wait."""
+        if any(key == share.key or key[0] > share.priority for key in self._queues):
+            return False
+        rivals = sum(queue[0].share.weight for key, queue in self._queues.items() if key[0] == share.priority)
+        due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals)
+        return self._turns.ahead_s(share) < due_s
+
+    def _drop_empty(self, share: Share) -> None:
+        if not self._queues[share.key]:
+            del self._queues[share.key]
+
+
+def _work_s(queue: Iterable[_Waiting]) -> float:
+    return sum(waiting.work_s for waiting in queue)

@@ -1,0 +1,89 @@
+"""Where requests go, with what a conductor remembers for it: the view of the moment, what it sent since, what outcomes taught it.
+
+    read of the registry -> view (view.py) -> choose (router.py) -> sent, outcome -> next choice
+Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+import numpy as np
+
+from conductor.config import ConductorConfig
+from conductor.cost import CostModel
+from conductor.policies import policy_named
+from conductor.recovery import FailedNodes
+from conductor.registry import NodeRegistry
+from conductor.router import Choice, Need, choose
+from conductor.view import ClusterView, NoChoice, Sent, SentWork
+from moontide.clock import Clock
+
+
+class Placement:
+    def __init__(self, config: ConductorConfig, registry: NodeRegistry, clock: Clock) -> None:
+        """Raises: ConfigError for an unknown policy."""
+        settings = config.conductor
+        self.cost = CostModel()
+        self.failed = FailedNodes(config.registry.lease_s)
+        self._policy = policy_named(settings.policy, balancing_threshold=settings.balancing_threshold)
+        self._model_id = settings.model_id
+        self._release_queue_s = settings.release_queue_s
+        self._heartbeat_s = config.registry.heartbeat_s
+        self._registry = registry
+        self._clock = clock
+        self._rng = Random()
+        self._sent: dict[str, Sent] = {}
+        self._view: ClusterView | NoChoice = NoChoice("the registry was not read yet")
+        self._work: SentWork | None = None
+        self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
+        """Read of the registry and lost nodes that the view is of."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sent
+
+    @property
+    def num_groups(self) -> int:
+        view = self.view()
+        return len(view.prefill.records) if isinstance(view, ClusterView) else 0
+
+    def view(self, *, trusting: bool = False) -> ClusterView | NoChoice:
+        """Of the moment. Nodes that were lost a moment ago are left out, unless `trusting`, when there is nothing without them."""
+        nodes = self._registry.nodes
+        failed = frozenset(self.failed.current(nodes, self._clock.now()))
+        if (seen := (self._registry.num_reads, failed)) != self._seen:
+            self._seen = seen
+            self._view = ClusterView.build(nodes, model_id=self._model_id, cost=self.cost, distrusted=failed)
+            self._work = self._sent_since_report(self._view) if isinstance(self._view, ClusterView) else None
+        if trusting and failed and isinstance(self._view, NoChoice):
+            return ClusterView.build(nodes, model_id=self._model_id, cost=self.cost)
+        return self._view
+
+    def choose(self, view: ClusterView, need: Need, hits: Mapping[str, int]) -> Choice:
+        work = self._work if view is self._view and self._work is not None else SentWork(view)
+        return choose(view, need, hits, work, policy=self._policy, rng=self._rng, now_s=self._clock.now())
+
+    def sent(self, attempt_id: str, sent: Sent) -> None:
+        self._sent[attempt_id] = sent
+        if self._work is not None:
+            self._work.add(sent)
+
+    def ended(self, attempt_id: str) -> None:
+        sent = self._sent.pop(attempt_id, None)
+        if sent is not None and self._work is not None:
+            self._work.decode_left(sent)
+
+    def room_s(self) -> float:
+        """Predicted seconds of work that the prefill groups take now beyond what they have ahead; infinite while that is not known."""
+        view = self.view()
+        if not isinstance(view, ClusterView) or not view.is_timed or self._work is None:
+            return float("inf")
+        ahead_s = np.maximum(self._work.prefill_free_from_s - self._clock.now(), 0.0)
+        return float(np.maximum(self._release_queue_s - ahead_s, 0.0).sum())
+
+    def _sent_since_report(self, view: ClusterView) -> SentWork:
+        """Heartbeats lag: what was sent less than one before the read is in no report yet."""
+        read_s = max((node.read_s for node in self._registry.nodes if node.alive), default=0.0)
+        return SentWork(view, (sent for sent in self._sent.values() if sent.sent_s > read_s - self._heartbeat_s))

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from front import until
+
+from conductor.fair_queue import FairQueue
+from conductor.tenants import Tenant
+from moontide.clock import MonotonicClock
+from moontide.deadline import Deadline
+from moontide.errors import DeadlineExceeded, Rejected, RejectReason
+from tests.fakes.clock import FakeClock
+
+A, B = Tenant(name="a"), Tenant(name="b")
+
+
+class Groups:
+    """Prefill groups that take so much work, and note what they got."""
+
+    def __init__(self, room_s: float = 0.0, num_groups: int = 1, release_queue_s: float = 0.0) -> None:
+        """`release_queue_s` 0: no share of what is ahead is due to anybody."""
+        self.room_s = room_s
+        self.got: list[str] = []
+        self.clock = FakeClock()
+        self.queue = FairQueue(
+            lambda: self.room_s, lambda: num_groups, release_queue_s=release_queue_s, clock=self.clock
+        )
+
+    async def send(self, tenant: Tenant, work_s: float = 1.0, *, priority: int = 0, timeout_s: float = 20.0) -> None:
+        deadline = Deadline.after(timeout_s, MonotonicClock())
+        async with self.queue.turn(tenant, priority=priority, work_s=work_s, deadline=deadline):
+            self.got.append(tenant.name)
+            self.room_s -= work_s
+
+    async def waiting(self, *requests: tuple[Tenant, int], work_s: float = 1.0) -> list[asyncio.Task[None]]:
+        """Requests (tenant, class) that wait, in the order of their arrival."""
+        tasks = []
+        for tenant, priority in requests:
+            tasks.append(asyncio.create_task(self.send(tenant, work_s, priority=priority)))
+            await asyncio.sleep(0)
+        return tasks
+
+    async def take(self, num_requests: int, room_s: float) -> str:
+        """Names of the next ones that the groups get."""
+        known = len(self.got)
+        self.room_s = room_s
+        await until(lambda: len(self.got) == known + num_requests)
+        return "".join(self.got[known:])
+
+
+@pytest_asyncio.fixture
+async def groups() -> AsyncIterator[Groups]:
+    made = Groups()
+    yield made
+    made.queue.check_invariants()
+    made.queue.close()
+
+
+async def test_nobody_waits_while_the_groups_take_work(groups: Groups) -> None:
+    groups.room_s = 2.5
+    for tenant in (A, A, B):
+        async with asyncio.timeout(0):
+            await groups.send(tenant)
+    assert groups.got == ["a", "a", "b"]
+    assert groups.queue.num_waiting == 0
+
+
+async def test_tenants_take_turns_however_many_requests_one_has(groups: Groups) -> None:
+    tasks = await groups.waiting(*[(A, 0)] * 6, *[(B, 0)] * 3)
+    assert (groups.queue.num_waiting, groups.queue.waiting_s) == (9, 9.0)
+    first = await groups.take(6, room_s=5.5)
+    assert sorted(first) == list("aaabbb")
+    assert await groups.take(3, room_s=2.5) == "aaa"
+    await asyncio.gather(*tasks)
+
+
+async def test_work_counts_and_not_requests(groups: Groups) -> None:
+    tasks = [
+        *await groups.waiting(*[(A, 0)] * 4, work_s=3.0),
+        *await groups.waiting(*[(B, 0)] * 9, work_s=1.0),
+    ]
+    got = await groups.take(8, room_s=11.5)
+    assert got.count("b") == 6
+    groups.room_s = 1000.0
+    await asyncio.gather(*tasks)
+
+
+async def test_a_higher_class_goes_first(groups: Groups) -> None:
+    tasks = await groups.waiting((A, 0), (A, 0), (B, 1), (B, 1))
+    assert await groups.take(4, room_s=3.5) == "bbaa"
+    await asyncio.gather(*tasks)
+
+
+async def test_who_comes_while_others_wait_waits_too(groups: Groups) -> None:
+    tasks = await groups.waiting((A, 0))
+    groups.room_s = 5.0
+    tasks += await groups.waiting((A, 0))
+    assert groups.got == []
+    await asyncio.gather(*tasks)
+
+
+async def test_work_that_is_not_dispatched_yet_leaves_no_room_for_more(groups: Groups) -> None:
+    groups.room_s = 1.0
+    deadline = Deadline.after(20.0, MonotonicClock())
+    async with groups.queue.turn(A, priority=0, work_s=1.5, deadline=deadline):
+        [task] = await groups.waiting((B, 0))
+        assert groups.queue.num_waiting == 1
+    await task
+
+
+async def test_a_tenant_beyond_its_bound_is_refused_and_others_are_not(groups: Groups) -> None:
+    small = Tenant(name="a", max_queued_s=2.0)
+    tasks = await groups.waiting((small, 0), (small, 0), (B, 0))
+    with pytest.raises(Rejected, match=r"2\.0 s of work of tenant a") as refused:
+        await groups.send(small)
+    assert refused.value.reason is RejectReason.TENANT_LIMIT
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s > 0
+    tasks += await groups.waiting((B, 0))
+    groups.room_s = 1000.0
+    await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_is_cancelled_or_late_leaves_nothing_behind(groups: Groups) -> None:
+    tasks = await groups.waiting((A, 0), (A, 0), (B, 0))
+    tasks[0].cancel()
+    with pytest.raises(DeadlineExceeded, match="larger timeout"):
+        await groups.send(B, timeout_s=0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    assert groups.queue.num_waiting == 2
+    assert sorted(await groups.take(2, room_s=1.5)) == ["a", "b"]
+    await asyncio.gather(*tasks[1:])
+
+
+async def test_a_request_that_is_cancelled_as_its_turn_comes_costs_nobody_a_turn(groups: Groups) -> None:
+    tasks = await groups.waiting((A, 0), (B, 0))
+    groups.room_s = 0.5
+    groups.queue._release()
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert groups.got == ["b"]
+    tasks = await groups.waiting((A, 0), (B, 0))
+    tasks[0].cancel()
+    groups.room_s = 0.5
+    groups.queue._release()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert groups.got == ["b", "b"]
+
+
+async def test_expected_wait_counts_what_goes_before(groups: Groups) -> None:
+    queue = groups.queue
+    assert queue.wait_s(A.share(0)) == 0
+    heavy = Tenant(name="heavy", weight=2.0)
+    tasks = await groups.waiting(*[(A, 0)] * 2, *[(heavy, 0)] * 10, *[(B, 1)] * 3, *[(B, -1)] * 5)
+    assert queue.wait_s(B.share(1)) == 3
+    assert queue.wait_s(A.share(0)) == 3 + 2 + 4, "classes above, its own, and twice as much of the heavy tenant"
+    assert queue.wait_s(B.share(0)) == 3, "it has nothing that waits in this class, so its turn is next"
+    assert queue.wait_s(B.share(-1)) == 3 + 2 + 10 + 5
+    groups.room_s = 1000.0
+    await asyncio.gather(*tasks)
+
+
+async def test_groups_share_the_work_that_waits() -> None:
+    groups = Groups(num_groups=4)
+    tasks = await groups.waiting(*[(A, 0)] * 8)
+    assert groups.queue.wait_s(A.share(0)) == 2
+    groups.room_s = 1000.0
+    await asyncio.gather(*tasks)
+
+
+async def test_a_tenant_within_its_share_of_what_is_ahead_does_not_wait() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    flood = [asyncio.create_task(groups.send(A)) for _ in range(20)]
+    await until(lambda: groups.queue.num_waiting > 0)
+    assert len(groups.got) <= 9, "the groups and the share of a tenant alone, twice 4 s"
+    known = groups.queue.num_waiting
+    async with asyncio.timeout(0):
+        await groups.send(B)
+        await groups.send(B)
+    assert groups.got[-2:] == ["b", "b"]
+    assert groups.queue.num_waiting == known
+    [late] = await groups.waiting((B, 0))
+    assert groups.queue.num_waiting == known + 1, "half of 4 s are its share beside one that waits"
+    groups.room_s = 1000.0
+    await asyncio.gather(*flood, late)
+
+
+async def test_of_what_is_ahead_of_a_group_only_some_goes_before_a_tenants_request() -> None:
+    groups = Groups(room_s=1000.0)
+    share_of = groups.queue.queue_share
+    heavy = Tenant(name="heavy", weight=2.0)
+    assert share_of(A.share(0)) == 1.0, "nothing is known"
+    await groups.send(A, 5.0)
+    assert share_of(A.share(0)) == 1.0
+    assert share_of(B.share(0)) == 0.0, "it has nothing there, so its turn is next"
+    await groups.send(B, 1.0)
+    await groups.send(heavy, 3.0)
+    await groups.send(A, 1.0, priority=1)
+    assert share_of(B.share(0)) == pytest.approx((1 + 1 + 2 + 1) / 10), (
+        "as much of a, itself, twice of heavy, and the class above"
+    )
+    assert share_of(A.share(1)) == pytest.approx(1 / 10)
+
+
+async def test_what_is_ahead_drains_by_class_and_weight() -> None:
+    groups = Groups(room_s=1000.0, num_groups=2)
+    share_of = groups.queue.queue_share
+    await groups.send(A, 8.0)
+    await groups.send(B, 2.0)
+    await groups.send(B, 1.0, priority=1)
+    groups.clock.advance(0.5)
+    assert share_of(B.share(1)) == 0, "the higher class is done after half a second of two groups"
+    assert share_of(B.share(0)) == pytest.approx(4 / 10)
+    groups.clock.advance(1.0)
+    assert share_of(B.share(0)) == pytest.approx(2 / 8), "each has got one second"
+    groups.clock.advance(2.0)
+    assert share_of(B.share(0)) == 0
+    assert share_of(A.share(0)) == 1
+    groups.clock.advance(100.0)
+    assert share_of(B.share(0)) == 1, "nothing is ahead"
+
+
+async def test_nobody_goes_before_a_higher_class_that_waits() -> None:
+    groups = Groups(release_queue_s=4.0)
+    urgent = [asyncio.create_task(groups.send(A, priority=1)) for _ in range(10)]
+    await until(lambda: groups.queue.num_waiting > 0)
+    known = groups.queue.num_waiting
+    [low] = await groups.waiting((B, 0))
+    assert groups.queue.num_waiting == known + 1
+    groups.room_s = 1000.0
+    await asyncio.gather(*urgent, low)
+    assert groups.got[-1] == "b"
+
+
+async def test_a_deadline_that_has_passed_ends_at_once(groups: Groups) -> None:
+    clock = FakeClock()
+    deadline = Deadline.after(1.0, clock)
+    clock.advance(2.0)
+    with pytest.raises(DeadlineExceeded):
+        async with groups.queue.turn(A, priority=0, work_s=1.0, deadline=deadline):
+            raise AssertionError("its turn came")
