@@ -48,9 +48,9 @@ class PoolLoad:
     load: float
     """Mean over the units."""
 
-    @property
-    def load_with_one_less(self) -> float:
-        return self.load * self.num_units / (self.num_units - 1) if self.num_units > 1 else float("inf")
+    def load_without(self, num_units: int) -> float:
+        left = self.num_units - num_units
+        return self.load * self.num_units / left if left > 0 else float("inf")
 
 
 def pool_loads(
@@ -73,7 +73,8 @@ def choose_nodes(
     other = [record for record in records if record.role in MODULES and record.role != role]
     if role == "prefill":
         candidates = [[record] for record in other if record.place and record.place["num_stages"] == 1]
-        candidates += _whole_groups(other)
+        pool = pool_loads(other, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)["decode"]
+        candidates += [group for group in _whole_groups(other) if pool.load_without(len(group)) <= LOW]
     else:
         candidates = [[record] for record in other]
 
@@ -241,7 +242,7 @@ async def _switch(record: NodeRecord, role: str, place: Mapping[str, Any] | None
 def _short_role(pools: Mapping[str, PoolLoad]) -> str | None:
     """The role of the pool that has too little, if the other one can spare a unit."""
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
-        if pools[role].load >= HIGH and pools[other].load_with_one_less <= LOW:
+        if pools[role].load >= HIGH and pools[other].load_without(1) <= LOW:
             return role
     return None
 

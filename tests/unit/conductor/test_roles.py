@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from conductor.roles import COOL_DOWN_S, HOLD_S, PoolLoad, RoleController, choose_nodes, plan_orders, pool_loads
+from conductor import roles
+from conductor.config import ConductorConfig, ConductorSettings
+from conductor.metrics import ConductorMetrics
+from conductor.registry import Node, NodeRegistry
+from conductor.roles import (
+    COOL_DOWN_S,
+    HOLD_S,
+    PoolLoad,
+    RoleController,
+    RoleManager,
+    choose_nodes,
+    plan_orders,
+    pool_loads,
+)
+from moontide.clock import MonotonicClock
+from moontide.config import NodeConfig, RegistryConfig
 from moontide.errors import RoleRefused
 from moontide.registry import NodeRecord
+from moontide.roles import SERVICE_NAME, NodeServicer, RoleSwitch, Successor
+from moontide.rpc import Server
+from moontide_proto.v1 import node_pb2_grpc
 
 SLOS: dict[str, Any] = {"ttft_slo_s": 2.0, "tbt_slo_s": 0.1}
 
@@ -98,12 +122,13 @@ def test_no_pool_is_robbed_for_another(loads: dict[str, PoolLoad]) -> None:
 
 
 def test_least_loaded_unit_goes_and_who_only_goes_back_goes_first() -> None:
-    busy = node("decode-0", "decode", place=place("decode-0"), running=5.0, max_batch=10.0)
+    busy = node("decode-0", "decode", place=place("decode-0"), running=6.0, max_batch=10.0)
     idle = node("decode-1", "decode", place=place("decode-1"), running=1.0, max_batch=10.0)
     placeless = node("decode-2", "decode", max_batch=10.0)
     assert choose_nodes([GROUP, busy, idle, placeless], "prefill", **SLOS) == ["decode-1"]
     assert choose_nodes([GROUP, placeless], "prefill", **SLOS) == []
     assert choose_nodes([GROUP, idle, *HALVES], "prefill", **SLOS) == [half.node_id for half in HALVES]
+    assert choose_nodes([GROUP, busy, *HALVES], "prefill", **SLOS) == ["decode-0"], "both halves are too much"
     assert choose_nodes([GROUP, idle, HALVES[0]], "prefill", **SLOS) == ["decode-1"], "half a group is none"
     away = node("decode-3.prefill", "prefill", queued_s=9.0)
     assert choose_nodes([GROUP, away, idle], "decode", **SLOS) == ["decode-3.prefill"]
@@ -149,3 +174,83 @@ def test_stages_on_different_hosts_are_refused() -> None:
     far = node("decode-9", "decode", place=place("decode-9"), host_id="far")
     with pytest.raises(RoleRefused, match="different hosts"):
         plan_orders([GROUP, *DECODES, far], ["decode-0", "decode-9"], "prefill")
+
+
+@dataclasses.dataclass
+class Rig:
+    """A manager, and the switch of the node `decode-1` that it finds among others."""
+
+    manager: RoleManager
+    switch: RoleSwitch
+    metrics: CollectorRegistry
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.get_sample_value(name, {"role": "prefill", **labels}) or 0.0
+
+
+@asynccontextmanager
+async def managed(mode: str, *, conductors: tuple[str, ...] = ("conductor-0",)) -> AsyncIterator[Rig]:
+    """Of `conductor-0`, in a cluster that is short of prefill."""
+    settings = {"node": {"node_id": "decode-1"}, "registry": {}, "model": {}, "kv": {}, "store": {}, "decode": {}}
+    switch = RoleSwitch("decode", {**settings, "prefill": place("decode-1")}, check=agree)
+    server = Server()
+    server.add(node_pb2_grpc.add_NodeServicer_to_server, NodeServicer(switch), SERVICE_NAME)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    records = [
+        dataclasses.replace(GROUP, load={"queued_s": 20.0}),
+        node("decode-0", "decode"),
+        dataclasses.replace(DECODES[1], address=address),
+        *(node(name, "conductor") for name in conductors),
+    ]
+    registry = SimpleNamespace(nodes=[Node(record=record, alive=True, read_s=0.0) for record in records])
+    config = ConductorConfig(
+        node=NodeConfig(node_id="conductor-0"),
+        registry=RegistryConfig(url="redis://127.0.0.1:1/0"),
+        conductor=ConductorSettings(model_dir=Path("/"), served_model_name="m", roles=mode),
+    )
+    metrics = ConductorMetrics(CollectorRegistry())
+    manager = RoleManager(config, cast(NodeRegistry, registry), metrics, MonotonicClock())
+    try:
+        yield Rig(manager, switch, metrics.registry)
+    finally:
+        await manager.close()
+        await server.close()
+
+
+async def agree(_successor: Successor) -> None:
+    """Whatever it is."""
+
+
+async def test_orders_reach_the_node_and_are_counted() -> None:
+    async with managed("off") as rig:
+        assert await rig.manager.set_role(["decode-1"], "prefill") == ["decode-1.prefill"]
+        await asyncio.wait_for(rig.switch.leaving.wait(), 5.0)
+        with pytest.raises(RoleRefused, match="about to serve as prefill"):
+            await rig.manager.set_role(["decode-1"], "prefill")
+        assert rig.count("conductor_role_switches_total", outcome="agreed") == 1
+        assert rig.count("conductor_role_switches_total", outcome="refused") == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "conductors", "acts"),
+    [
+        ("auto", ("conductor-0", "conductor-1"), True),
+        ("auto", ("conductor-0", "a-conductor-before"), False),
+        ("propose", ("conductor-0",), False),
+    ],
+)
+async def test_one_conductor_acts_on_a_proposal_if_it_may(
+    mode: str, conductors: tuple[str, ...], acts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "HOLD_S", 0.02)
+    monkeypatch.setattr(roles, "PERIOD_S", 0.01)
+    async with managed(mode, conductors=conductors) as rig:
+        rig.manager.start()
+        async with asyncio.timeout(5.0):
+            while not rig.count("conductor_role_proposals_total"):
+                await asyncio.sleep(0.01)
+            if acts:
+                await rig.switch.leaving.wait()
+        await rig.manager.close()
+        assert rig.switch.leaving.is_set() == acts
+        assert rig.count("conductor_role_load") == 10.0

@@ -10,9 +10,10 @@ import yaml
 
 from deploy.cli import main
 from deploy.local import describe_code, start_error
-from deploy.ray_app import current_pid, run_module
+from deploy.ray_app import NodeActor, current_pid, run_module
 from moontide.errors import ConfigError
 from moontide.log import get_logger
+from moontide.roles import Successor
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -157,6 +158,21 @@ def test_module_runs_in_this_process_and_gives_its_exit_code(tmp_path: Path, mon
     assert json.loads(report.read_text()) == ["--config", "x"]
     service(tmp_path / "broken_service", "raise RuntimeError('no')\n")
     assert run_module("broken_service", []) == 1
+
+
+def test_actor_goes_on_in_the_role_that_it_has(tmp_path: Path) -> None:
+    """Whatever process it is: it is found beside the config that it was deployed with, until it is at home again."""
+    actor = NodeActor.__new__(NodeActor)
+    deployed = tmp_path / "decode-1.yaml"
+    actor._spec = {"module": "decode_node", "config_path": str(deployed)}
+    assert actor._program() == ("decode_node", deployed)
+    settings = {"node": {"node_id": "decode-1.prefill"}, "home": {"role": "decode", "settings": {}}}
+    actor._keep(Successor(role="prefill", settings=settings))
+    module, path = actor._program()
+    assert module == "prefill_node"
+    assert yaml.safe_load(path.read_text()) == settings
+    actor._keep(Successor(role="decode", settings={"node": {"node_id": "decode-1"}}))
+    assert actor._program() == ("decode_node", deployed)
 
 
 def test_last_start_is_the_current_process(tmp_path: Path) -> None:
