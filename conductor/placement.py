@@ -30,7 +30,6 @@ class Placement:
         self._policy = policy_named(settings.policy, balancing_threshold=settings.balancing_threshold)
         self._model_id = settings.model_id
         self._release_queue_s = settings.release_queue_s
-        self._heartbeat_s = config.registry.heartbeat_s
         self._registry = registry
         self._clock = clock
         self._rng = Random()
@@ -56,7 +55,7 @@ class Placement:
         if (seen := (self._registry.num_reads, failed)) != self._seen:
             self._seen = seen
             self._view = ClusterView.build(nodes, model_id=self._model_id, cost=self.cost, distrusted=failed)
-            self._work = self._sent_since_report(self._view) if isinstance(self._view, ClusterView) else None
+            self._work = SentWork(self._view, self._sent.values()) if isinstance(self._view, ClusterView) else None
         if trusting and failed and isinstance(self._view, NoChoice):
             return ClusterView.build(nodes, model_id=self._model_id, cost=self.cost)
         return self._view
@@ -82,8 +81,3 @@ class Placement:
             return float("inf")
         ahead_s = np.maximum(self._work.prefill_free_from_s - self._clock.now(), 0.0)
         return float(np.maximum(self._release_queue_s - ahead_s, 0.0).sum())
-
-    def _sent_since_report(self, view: ClusterView) -> SentWork:
-        """Heartbeats lag: what was sent less than one before the read is in no report yet."""
-        read_s = max((node.read_s for node in self._registry.nodes if node.alive), default=0.0)
-        return SentWork(view, (sent for sent in self._sent.values() if sent.sent_s > read_s - self._heartbeat_s))
