@@ -36,10 +36,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 @contextmanager
 def cluster(settings: Sequence[str], *, launch: Callable[..., LocalCluster] = LocalCluster) -> Iterator[LocalCluster]:
-    """A cluster of plain processes that is ready, with free ports; stopped on exit. `launch` makes it."""
-    config = load_cluster_config(
-        overrides=["deploy.launcher=process", "deploy.http_port=0", "deploy.grpc_port=0", *settings]
-    )
+    """A cluster of plain processes that is ready, with free ports; stopped on exit. `launch` makes it.
+
+    Prompts go to prefill groups, however short, unless `settings` say otherwise.
+    """
+    own = ["deploy.launcher=process", "deploy.http_port=0", "deploy.grpc_port=0", "conductor.local_prefill=false"]
+    config = load_cluster_config(overrides=[*own, *settings])
     source = resolve_model(config.model.name, load_format=config.model.load_format)
     running = launch(config, model_dir=source.path, model_id=source.model_id)
     try:

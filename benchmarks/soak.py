@@ -49,6 +49,7 @@ SETTINGS = (
     f"prefill.num_pages={NUM_PAGES}",
     f"decode.num_pages={NUM_PAGES}",
     "deploy.object_lease_s=2",
+    "conductor.local_prefill=true",
 )
 POOL_BLOCKS = 120
 """So few that cached blocks are evicted all the time."""

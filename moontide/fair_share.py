@@ -42,12 +42,16 @@ class DeficitRoundRobin:
         """Rounds that a share has used up; shares that have all their credit are left out."""
         self._round: dict[int, float] = {}
         """Of each class, the latest beginning of a turn: nobody who waits has used less, but for its credit."""
+        self._idle_round: dict[int, float] = {}
+        """Where each class was when nobody waited: credit for what was before is lost, as nobody was kept from anything."""
         self._holder: tuple[int, str] | None = None
         self._turn_end = 0.0
 
     def ranked(self, waiting: Iterable[Share]) -> list[Share]:
         """The claims in the order of service, each once; the first one has the turn. Asking again changes nothing."""
         shares = {share.key: share for share in waiting}
+        if not shares:
+            self._idle_round = self._round.copy()
         line = sorted(shares.values(), key=self._place)
         if line and line[0].key != self._holder:
             self._begin_turn(line[0])
@@ -69,12 +73,16 @@ class DeficitRoundRobin:
         return -share.priority, self._turn_end - 1 if has_turn else self._used_by(share), not has_turn, share.tenant
 
     def _used_by(self, share: Share) -> float:
-        least = self._round.get(share.priority, 0.0) - self._credit
+        least = self._least(share.priority)
         return max(self._used.get(share.key, least), least)
 
     def _begin_turn(self, share: Share) -> None:
         begun = self._used_by(share)
-        self._round[share.priority] = latest = max(begun, self._round.get(share.priority, 0.0))
+        self._round[share.priority] = max(begun, self._round.get(share.priority, 0.0))
         self._holder, self._turn_end = share.key, begun + 1
-        least = latest - self._credit
+        least = self._least(share.priority)
         self._used = {key: used for key, used in self._used.items() if key[0] != share.priority or used > least}
+
+    def _least(self, priority: int) -> float:
+        """Rounds that a share of the class has used up at least."""
+        return max(self._round.get(priority, 0.0) - self._credit, self._idle_round.get(priority, -self._credit))

@@ -1,6 +1,6 @@
 """The queries of the checked-in dashboards as Prometheus takes them: whoever checks them needs no Grafana.
 
-    python -m deploy.grafana.queries                 # prints one query a line: dashboard, panel, expression
+python -m deploy.grafana.queries                 # prints one query a line: dashboard, panel, expression
 """
 
 from __future__ import annotations

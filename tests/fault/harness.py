@@ -59,6 +59,7 @@ SETTINGS = (
     f"conductor.lease_s={RESERVATION_LEASE_S}",
     f"deploy.object_lease_s={OBJECT_LEASE_S}",
     f"decode.num_pages={DECODE_PAGES}",
+    "conductor.local_prefill=false",  # what breaks are the phases of a prompt that a group prefills
 )
 STAGES = ("prefill-0-stage-0", "prefill-0-stage-1")
 
@@ -201,9 +202,11 @@ class Bench:
         return self.run(_store_stats(self.cluster.store_address))
 
     def retries(self, conductor: int = 0) -> float:
-        """Attempts after the first, of all requests of this conductor so far."""
+        """Attempts after a failure, of all requests of this conductor so far; a node that declined has not failed."""
         samples = self.cluster.metrics(f"conductor-{conductor}").items()
-        return sum(value for name, value in samples if name.startswith("conductor_retries_total"))
+        return sum(
+            value for name, value in samples if name.startswith("conductor_retries_total") and "Declined" not in name
+        )
 
     def keys(self, prefix: str) -> list[str]:
         """Objects that the store's master knows."""

@@ -73,6 +73,14 @@ def test_who_has_credit_goes_first_even_within_the_turn_of_another() -> None:
     assert [serve(turns, [A, B], 0.3) for _ in range(3)] == ["b"] * 3
 
 
+def test_nobody_gets_credit_for_what_another_used_of_idle_time() -> None:
+    turns = DeficitRoundRobin(1.0, credit_s=3.0)
+    for _ in range(100):
+        serve(turns, [A], 1.0)
+        turns.ranked([])
+    assert "".join(serve(turns, [A, B], 1.0) for _ in range(6)).count("b") == 3
+
+
 def test_a_tenant_that_comes_waits_for_one_turn_at_most() -> None:
     turns = DeficitRoundRobin(1.0)
     for _ in range(100):

@@ -1,0 +1,19 @@
+"""Prints the dependencies of pyproject.toml with those of the extras that are named, so that an image can install them before the code.
+
+python deploy/docker/requirements.py [EXTRA ...]
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+
+def requirements(pyproject: Path, extras: list[str]) -> list[str]:
+    """One requirement an entry, without torch, which is installed before. Raises: KeyError for an unknown extra."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    wanted = [*project["dependencies"], *(r for extra in extras for r in project["optional-dependencies"][extra])]
+    return [requirement for requirement in wanted if not requirement.startswith("torch>")]
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements(Path("pyproject.toml"), sys.argv[1:])))

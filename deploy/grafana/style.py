@@ -1,0 +1,295 @@
+"""How the dashboards look: one function per kind of panel, over grafana-foundation-sdk. Knows no metric."""
+
+# grafana-foundation-sdk is only there where dashboards are made (extra `deploy-tools`).
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grafana_foundation_sdk.builders import common as common_builders
+from grafana_foundation_sdk.builders import dashboard as boards
+from grafana_foundation_sdk.builders import heatmap, prometheus, stat, table, text, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models import heatmap as heatmap_models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from grafana_foundation_sdk.models.text import TextMode
+
+TAG = "moontide"
+FULL_WIDTH = 24
+_HEIGHT = 8
+_STAT_HEIGHT = 4
+_SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+
+@dataclass(frozen=True)
+class Query:
+    expr: str
+    legend: str = "{{instance}}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    title: str
+    panels: Sequence[Any]
+    """Builders of panels, from left to right; those that do not fit go below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    name: str
+    """Of the file, and of the uid after the prefix."""
+    title: str
+    description: str
+    rows: Sequence[Row]
+    variables: Sequence[Any] = field(default_factory=tuple)
+    """Builders, beside the data source and the namespace that every board has."""
+
+    @property
+    def uid(self) -> str:
+        return f"{TAG}-{self.name}"
+
+
+def lines(
+    title: str,
+    description: str,
+    *queries: Query,
+    unit: str,
+    width: int = 12,
+    stacked: bool = False,
+    top: float | None = None,
+    limits: Sequence[float] = (),
+) -> Any:
+    """Values over time. `limits` are drawn as dashed lines."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .min(0)
+        .span(width)
+        .height(_HEIGHT)
+        .line_width(1)
+        .fill_opacity(25 if stacked else 8)
+        .show_points(common.VisibilityMode.NEVER)
+        .legend(
+            common_builders.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.TABLE)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(True)
+            .calcs(["mean", "max", "lastNotNull"])
+        )
+        .tooltip(
+            common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
+        )
+    )
+    if stacked:
+        panel = panel.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
+    if top is not None:
+        panel = panel.max(top)
+    if limits:
+        colors = ("orange", "red")
+        panel = panel.thresholds(_thresholds(zip(limits, colors, strict=False))).thresholds_style(
+            common_builders.GraphThresholdsStyleConfig().mode(common.GraphTresholdsStyleMode.DASHED)
+        )
+    return _with_targets(panel, queries)
+
+
+def signed_lines(title: str, description: str, *queries: Query, unit: str, width: int = 12) -> Any:
+    """Values over time that may be below 0, such as errors of predictions."""
+    return lines(title, description, *queries, unit=unit, width=width).min(-1)
+
+
+def number(
+    title: str,
+    description: str,
+    expr: str,
+    *,
+    unit: str,
+    bad_below: float | None = None,
+    bad_above: float | None = None,
+    width: int = 3,
+) -> Any:
+    """One value now, red beyond a bound."""
+    steps: list[tuple[float, str]] = []
+    base = "green"
+    if bad_below is not None:
+        base, steps = "red", [(bad_below, "green")]
+    elif bad_above is not None:
+        steps = [(bad_above, "red")]
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .span(width)
+        .height(_STAT_HEIGHT)
+        .color_mode(common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.AREA)
+        .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
+        .thresholds(_thresholds(steps, base=base))
+    )
+    return _with_targets(panel, [Query(expr, "")])
+
+
+def heat(title: str, description: str, expr: str, *, unit: str, width: int = 12) -> Any:
+    """Observations over time by bucket of a histogram."""
+    panel = (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_SOURCE)
+        .span(width)
+        .height(_HEIGHT)
+        .calculate(False)
+        .cell_gap(1)
+        .color(
+            heatmap.HeatmapColorOptions()
+            .mode(heatmap_models.HeatmapColorMode.SCHEME)
+            .scheme("Turbo")
+            .scale(heatmap_models.HeatmapColorScale.EXPONENTIAL)
+            .exponent(0.5)
+            .steps(64)
+        )
+        .filter_values(heatmap.FilterValueRange().le(1e-9))
+        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .show_tooltip()
+    )
+    query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A").range()
+    return panel.with_target(query.format(PromQueryFormat.HEATMAP))
+
+
+def latest_table(title: str, description: str, expr: str, *, width: int = 12) -> Any:
+    """Label sets and their value now."""
+    panel = table.Panel().title(title).description(description).datasource(_SOURCE).span(width).height(_HEIGHT)
+    query = prometheus.Dataquery().expr(expr).ref_id("A").instant().format(PromQueryFormat.TABLE)
+    return panel.with_target(query).with_transformation(
+        dashboard.DataTransformerConfig(
+            id_val="organize", options={"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": {}}
+        )
+    )
+
+
+def markdown(title: str, content: str, *, width: int = FULL_WIDTH, height: int = _HEIGHT) -> Any:
+    return (
+        text.Panel()
+        .title(title)
+        .description("What to do with the id of a request.")
+        .span(width)
+        .height(height)
+        .mode(TextMode.MARKDOWN)
+        .content(content)
+    )
+
+
+def choice(name: str, label: str, description: str, values: Sequence[str], default: str) -> Any:
+    """Variable with one of a few values."""
+    options = [dashboard.VariableOption(text=value, value=value, selected=value == default) for value in values]
+    return (
+        boards.CustomVariable(name)
+        .label(label)
+        .description(description)
+        .values(",".join(values))
+        .options(options)
+        .current(dashboard.VariableOption(text=default, value=default, selected=True))
+    )
+
+
+def typed_in(name: str, label: str, description: str, default: str) -> Any:
+    """Variable with free text."""
+    value = dashboard.VariableOption(text=default, value=default, selected=True)
+    return (
+        boards.TextBoxVariable(name)
+        .label(label)
+        .description(description)
+        .default_value(default)
+        .current(value)
+        .options([value])
+    )
+
+
+def label_values(name: str, label: str, metric: str) -> Any:
+    """Variable with the values of a label of `metric`; all of them by default."""
+    return (
+        boards.QueryVariable(name)
+        .label(label)
+        .datasource(_SOURCE)
+        .query(f"label_values({metric}, {name})")
+        .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(dashboard.VariableOption(text="All", value="$__all", selected=True))
+    )
+
+
+def render(board: Board) -> str:
+    """The dashboard as JSON, equal for equal boards."""
+    builder = (
+        boards.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.description)
+        .tags([TAG])
+        .timezone("browser")
+        .time("now-1h", "now")
+        .refresh("30s")
+        .editable()
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .with_variable(
+            boards.DatasourceVariable("datasource")
+            .label("Data source")
+            .type("prometheus")
+            .current(dashboard.VariableOption(text="default", value="default", selected=True))
+        )
+        .with_variable(label_values("namespace", "Namespace", "conductor_active_requests"))
+        .link(
+            boards.DashboardLink("Moontide")
+            .type(dashboard.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+    )
+    for variable in board.variables:
+        builder = builder.with_variable(variable)
+    panel_id = 0
+    for row in board.rows:
+        panel_id += 1
+        builder = builder.with_row(boards.Row(row.title).id(panel_id))
+        for panel in row.panels:
+            panel_id += 1
+            builder = builder.with_panel(panel.id(panel_id))
+    return json.dumps(builder.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+
+
+def _with_targets(panel: Any, queries: Sequence[Query]) -> Any:
+    for idx, query in enumerate(queries):
+        panel = panel.with_target(
+            prometheus.Dataquery()
+            .expr(query.expr)
+            .legend_format(query.legend)
+            .ref_id("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[idx])
+            .range()
+        )
+    return panel
+
+
+def _thresholds(steps: Any, *, base: str = "transparent") -> Any:
+    return (
+        boards.ThresholdsConfig()
+        .mode(dashboard.ThresholdsMode.ABSOLUTE)
+        .steps(
+            [
+                dashboard.Threshold(value=None, color=base),
+                *(dashboard.Threshold(value=value, color=color) for value, color in steps),
+            ]
+        )
+    )

@@ -1,0 +1,1 @@
+"""What Prometheus needs to know of a cluster: rules.py writes recording rules and alerts; their tests and scrape configs lie beside it."""
