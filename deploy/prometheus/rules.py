@@ -335,7 +335,7 @@ def failure_alerts() -> list[Alert]:
         ),
         Alert(
             name="MoontideStoreMasterLost",
-            expr='count by (namespace) (up{component="mooncake-master"} == 0)\n'
+            expr='count by (namespace) (up{component="master"} == 0)\n'
             '  or max by (namespace) (moontide:nodes:max{role="kvstore"}) == 0',
             hold="30s",
             severity="critical",

@@ -185,7 +185,7 @@ def test_timings_and_timeline_of_a_request_and_an_interrupt_that_lets_open_reque
 ) -> None:
     with moontide_up(
         tmp_path, "--launcher", "process", "--model", str(tiny_model), "--chunk-tokens", "64",
-        "--http-port", "0", "--grpc-port", "0",
+        "--http-port", "0", "--grpc-port", "0", "--set", "conductor.local_prefill=false",
     ) as up:  # fmt: skip
         up.wait_ready()
         prompt = tmp_path / "prompt.txt"
