@@ -4,7 +4,7 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
-LIBS    := libibverbs1 librdmacm1 libnuma1
+LIBS    := libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 libcurl4:libcurl.so.4
 PROTO   := proto/moontide_proto/v1
 ARGS    ?=
 TORCH_INDEX ?=
@@ -12,7 +12,7 @@ PIP     := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 CODE    := moontide kvstore model_runner prefill_node decode_node conductor deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-libs venv demo up test test-all check format proto bench clean
+.PHONY: help install system-libs venv demo up test test-all check check-deploy format proto rules dashboards deploy-tools bench clean
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,23 @@ check: install   ## format, lint and strict type check
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(CODE)
 
+check-deploy: deploy-tools ## chart, rules, dashboards and images against the tools that read them
+	$(BIN)/python -m deploy.check_chart
+	$(BIN)/python -m deploy.grafana.build --check
+	@command -v promtool >/dev/null || { echo "promtool is not installed: apt-get install prometheus"; exit 1; }
+	promtool check rules deploy/prometheus/rules.yaml
+	promtool check config deploy/prometheus/prometheus.yaml
+	promtool test rules deploy/prometheus/tests/*.yaml
+
+rules: install   ## regenerate deploy/prometheus/rules.yaml
+	$(BIN)/python -m deploy.prometheus.rules > deploy/prometheus/rules.yaml
+
+dashboards: deploy-tools ## regenerate the JSON of deploy/grafana
+	$(BIN)/python -m deploy.grafana.build
+
+deploy-tools: install
+	@$(PIP) -q -e '.[deploy-tools]'
+
 format: install  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -59,11 +76,11 @@ clean:           ## remove the environment and all caches of the tools
 # Mooncake's shared objects link to these even on machines without RDMA or NUMA.
 system-libs:
 	@missing=""; \
-	for lib in $(LIBS); do ldconfig -p 2>/dev/null | grep -q "$${lib%1}\.so\.1" || /sbin/ldconfig -p 2>/dev/null | grep -q "$${lib%1}\.so\.1" || missing="$$missing $$lib"; done; \
+	for lib in $(LIBS); do PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | grep -qF "$${lib#*:}" || missing="$$missing $${lib%%:*}"; done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	echo "missing system libraries:$$missing"; \
 	if ! command -v apt-get >/dev/null; then \
-	  echo "this is no Debian or Ubuntu: install the packages that hold libibverbs.so.1, librdmacm.so.1 and libnuma.so.1, then run make again"; exit 1; \
+	  echo "this is no Debian or Ubuntu: install the packages that hold libibverbs.so.1, librdmacm.so.1, libnuma.so.1 and libcurl.so.4, then run make again"; exit 1; \
 	elif [ "$$(id -u)" = 0 ]; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
 	elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then \

@@ -35,6 +35,7 @@ from moontide.clock import Clock
 from moontide.deadline import Deadline
 from moontide.errors import BadRequest, Cancelled, Internal, KeyReused, MoontideError
 from moontide.log import get_logger
+from moontide.metrics import start_at_zero
 from moontide.sampling_params import SampledToken
 
 MAX_KEY_CHARS = 255
@@ -64,6 +65,7 @@ class AnswerMetrics:
             ["how"],
             registry=registry,
         )
+        start_at_zero(self.requests, "made", "kept", "followed", "taken_over", "unclaimed", "refused")
         self.kept_bytes = Gauge(
             "conductor_kept_answers_bytes", "Memory of the answers kept under idempotency keys.", registry=registry
         )

@@ -26,6 +26,7 @@ from kvstore.index import KvEntry
 from moontide.clock import Clock, MonotonicClock
 from moontide.errors import MoontideError, NodeLost
 from moontide.log import get_logger
+from moontide.metrics import start_at_zero
 from moontide.registry import NodeRecord
 
 MAX_WAITING_ENTRIES = 1024
@@ -222,6 +223,7 @@ class IndexFollower:
             ["reason"],
             registry=metrics.registry,
         )
+        start_at_zero(self._snapshots, "gap", "reconcile", "failed")
 
     @property
     def is_whole(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
+from moontide.errors import ERRORS_BY_CODE
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S, start_at_zero
 
 
 class ConductorMetrics:
@@ -31,6 +32,7 @@ class ConductorMetrics:
             ["outcome"],
             registry=registry,
         )
+        start_at_zero(self.requests, "stop", "length", "cancelled", *ERRORS_BY_CODE)
         self.active = Gauge("conductor_active_requests", "Requests in work.", registry=registry)
         self.prompt_tokens = Counter("conductor_prompt_tokens_total", "Tokens of accepted prompts.", registry=registry)
         self.output_tokens = Counter("conductor_output_tokens_total", "Tokens sent to clients.", registry=registry)
@@ -43,12 +45,14 @@ class ConductorMetrics:
             ["reason"],
             registry=registry,
         )
+        start_at_zero(self.retries, "Rejected", *(code for code, error in ERRORS_BY_CODE.items() if error.retriable))
         self.store_errors = Counter(
             "conductor_store_errors_total",
             "Renewals and releases of store reservations that failed; the lease ends what they left.",
             ["operation"],
             registry=registry,
         )
+        start_at_zero(self.store_errors, "renew", "release")
         self.registry_connected = Gauge(
             "conductor_registry_connected", "1 while the node registry answers, 0 while routing uses its last known state.",
             registry=registry,

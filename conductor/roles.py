@@ -22,6 +22,7 @@ from moontide import rpc
 from moontide.clock import Clock
 from moontide.errors import MoontideError, RoleRefused
 from moontide.log import get_logger
+from moontide.metrics import start_at_zero
 from moontide.perf_model import StepModel, StepShape
 from moontide.registry import NodeRecord
 from moontide.roles import MODULES
@@ -165,6 +166,11 @@ class RoleManager:
             "conductor_role_switches_total", "Orders to nodes to take this role: agreed or refused.", ["role", "outcome"],
             registry=metrics.registry,
         )  # fmt: skip
+        for role in ("prefill", "decode"):
+            start_at_zero(self._load, role)
+            start_at_zero(self._proposals, role)
+            for outcome in ("agreed", "refused"):
+                self._switches.labels(role, outcome)
 
     def start(self) -> None:
         if self._mode != "off":

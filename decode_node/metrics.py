@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.batch import Batch, Phase
-from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
+from moontide.errors import ERRORS_BY_CODE
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S, start_at_zero
 
 
 class DecodeMetrics:
@@ -20,6 +21,7 @@ class DecodeMetrics:
             ["outcome"],
             registry=registry,
         )
+        start_at_zero(self.ended, "stop", "length", "dropped", *ERRORS_BY_CODE)
         self.tokens = Counter("decode_tokens", "Tokens drawn.", registry=registry)
         self.pulled_bytes = Counter(
             "decode_pulled_bytes", "KV bytes read from the store into pages.", registry=registry
@@ -49,6 +51,7 @@ class DecodeMetrics:
             ["outcome"],
             registry=registry,
         )
+        start_at_zero(self.write_backs, "written", "cached", "dropped", "full", "too_large", *ERRORS_BY_CODE)
         self.written_blocks = Counter("decode_written_blocks", "Full blocks put into the store.", registry=registry)
         self.written_bytes = Counter("decode_written_bytes", "KV bytes put into the store.", registry=registry)
         self.write_back_seconds = histogram(
@@ -76,6 +79,7 @@ class DecodeMetrics:
             ["source"],
             registry=registry,
         )
+        start_at_zero(self.local_prefill_tokens, "hit", "computed")
 
     def watch(self, batch: Batch) -> None:
         """Show the state of `batch` at every scrape."""

@@ -4,6 +4,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from moontide.metrics import start_at_zero
+
 
 class ClientMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -13,12 +15,14 @@ class ClientMetrics:
             ["result"],
             registry=registry,
         )
+        start_at_zero(self.puts, "stored_or_open", "no_space", "failed")
         self.gets = Counter(
             "kvstore_client_gets",
             "Objects fetched, by result: hit, miss, failed, corrupt (trailer or checksum did not agree; used as a miss).",
             ["result"],
             registry=registry,
         )
+        start_at_zero(self.gets, "hit", "miss", "failed", "corrupt")
 
 
 class StoreMetrics:
@@ -33,6 +37,7 @@ class StoreMetrics:
         self.reserves = Counter(
             "kvstore_reserves", "Calls of Reserve, by result: reserved, wait, too_large.", ["result"], registry=registry
         )
+        start_at_zero(self.reserves, "reserved", "wait", "too_large")
         self.hit_blocks = Counter("kvstore_hit_blocks", "Sealed leading blocks at the first grant.", registry=registry)
         self.asked_blocks = Counter(
             "kvstore_asked_blocks", "Full blocks asked for at the first grant.", registry=registry

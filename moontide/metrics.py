@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 LATENCY_BUCKETS_S = (
@@ -15,6 +15,13 @@ LATENCY_BUCKETS_S = (
 """From one RPC on loopback to a 1M-token prompt."""
 ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Predicted over measured, minus 1."""
+
+
+def start_at_zero(metric: Counter | Gauge | Histogram, *values: str) -> None:
+    """Show the values of a label before the first event: a series that appears with its first event hides it from `rate` and `increase`."""
+    for value in values:
+        metric.labels(value)
+
 
 NotReady = Callable[[], str | None]
 """Returns why the service cannot serve now, or None when it can."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S
+from moontide.errors import ERRORS_BY_CODE
+from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S, start_at_zero
 
 
 class StageMetrics:
@@ -37,6 +38,7 @@ class StageMetrics:
             "prefill_pushes", "Steps whose KV is put layer-wise, at-end (of the step) or after-prefill (of the prompt).",
             ["mode"], registry=registry,
         )  # fmt: skip
+        start_at_zero(self.pushes, "layer-wise", "at-end", "after-prefill")
         self.put_seconds = Counter("prefill_put_seconds", "Time in calls that put.", registry=registry)
         self.put_wait_seconds = Counter(
             "prefill_put_wait_seconds", "Time that steps with KV to be put waited for the puts before them.",
@@ -71,6 +73,7 @@ class GroupMetrics:
             "prefill_requests", "Requests that ended, by outcome (completed, or the error's name).", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        start_at_zero(self.requests, "completed", *ERRORS_BY_CODE)
         self.waiting = Gauge(
             "prefill_waiting_requests", "Requests without pages or room in the store.", registry=registry
         )
@@ -94,6 +97,7 @@ class GroupMetrics:
             "prefill_copies", "Prefixes that the conductor wanted from another host's store: whole, part, given up, failed.",
             ["outcome"], registry=registry,
         )  # fmt: skip
+        start_at_zero(self.copies, "whole", "part", "given up", "failed")
         self.copy_wait_seconds = Counter(
             "prefill_copy_wait_seconds", "Time that prompts with pages waited for their copy.", registry=registry
         )

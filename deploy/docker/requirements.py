@@ -9,10 +9,9 @@ from pathlib import Path
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[str]:
-    """One requirement an entry, without torch, which is installed before. Raises: KeyError for an unknown extra."""
+    """One requirement an entry. Raises: KeyError for an unknown extra."""
     project = tomllib.loads(pyproject.read_text())["project"]
-    wanted = [*project["dependencies"], *(r for extra in extras for r in project["optional-dependencies"][extra])]
-    return [requirement for requirement in wanted if not requirement.startswith("torch>")]
+    return [*project["dependencies"], *(r for extra in extras for r in project["optional-dependencies"][extra])]
 
 
 if __name__ == "__main__":

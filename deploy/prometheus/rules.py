@@ -87,7 +87,7 @@ class Slo:
     @property
     def within(self) -> str:
         """The bucket that counts what met the bound."""
-        return f'{self.metric}_bucket{{le="{floatToGoString(self.bound_s)}"}}'
+        return f'{self.metric}_bucket{{le="{le_of(self.bound_s)}"}}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,11 @@ class Group:
 # What is recorded.
 
 
+def le_of(bound: float) -> str:
+    """The label of a bucket as our services write it."""
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+
+
 def slo_records(slo: Slo, windows: Sequence[str]) -> list[Record]:
     """The share of misses by window; no sample while nothing was observed."""
     return [
@@ -196,7 +201,7 @@ def failure_codes() -> list[str]:
 
 def prediction_misses(kind: str) -> Record:
     metric = f"conductor_{kind}_prediction_error_ratio"
-    low, high = (floatToGoString(bound) for bound in (-PREDICTION_BOUND, PREDICTION_BOUND))
+    low, high = (le_of(bound) for bound in (-PREDICTION_BOUND, PREDICTION_BOUND))
     return Record(
         record="moontide:prediction_miss:ratio_rate30m",
         labels={"kind": kind},
@@ -231,7 +236,7 @@ def records() -> list[Record]:
         ),
         Record(
             record="moontide:requests_retried:ratio_rate10m",
-            expr=share_of('conductor_retries_total{reason!="Declined"}', "conductor_requests_total", "10m"),
+            expr=share_of('conductor_retries_total{reason!~"Declined|Rejected"}', "conductor_requests_total", "10m"),
         ),
         Record(
             record="moontide:prefix_hit:ratio_rate30m",

@@ -40,9 +40,14 @@ app.kubernetes.io/part-of: moontide
 {{- end }}
 {{- end -}}
 
-{{/* A changed config or tenants file starts the pods anew. */}}
+{{/* A changed config starts the pods of that role anew, and no others. */}}
 {{- define "moontide.podAnnotations" -}}
-checksum/config: {{ include (print .root.Template.BasePath "/configmap.yaml") .root | sha256sum }}
+{{- $files := (include (print .root.Template.BasePath "/configmap.yaml") .root | fromYaml).data -}}
+{{- $config := get $files (printf "%s.yaml" .component) -}}
+{{- if and (eq .root.Values.kvstore.mode "sidecar") (ne .component "conductor") -}}
+{{- $config = print $config (get $files "kvstore.yaml") -}}
+{{- end -}}
+checksum/config: {{ sha256sum $config }}
 {{- with .root.Values.podAnnotations }}
 {{ toYaml . }}
 {{- end }}
@@ -71,7 +76,7 @@ checksum/config: {{ include (print .root.Template.BasePath "/configmap.yaml") .r
 
 {{/* Directory of the model as the services see it. */}}
 {{- define "moontide.modelDir" -}}
-{{- if eq .Values.model.source "builtin" -}}/cache/builtin-model{{- else -}}{{ .Values.model.path }}{{- end -}}
+{{- if eq .Values.model.source "builtin" -}}/var/cache/moontide/builtin-model{{- else -}}{{ .Values.model.path }}{{- end -}}
 {{- end -}}
 
 {{/* (dict "settings" MAP "owned" LIST "where" TEXT): fails when a user sets what the chart decides. */}}
@@ -159,7 +164,10 @@ securityContext:
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" . "threads" N): who and where this pod is, and what the engine needs (deploy/plan.py: service_env). */}}
+{{/*
+(dict "root" . "threads" N): who and where this pod is, where compilers keep what they make (USER: the user has no entry of its own in the
+image), and what the engine needs (deploy/plan.py: service_env).
+*/}}
 {{- define "moontide.env" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -172,9 +180,15 @@ securityContext:
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 {{- end }}
 - name: MOONTIDE_CACHE
-  value: /cache
+  value: /var/cache/moontide
 - name: HOME
   value: /tmp
+- name: USER
+  value: moontide
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /var/cache/moontide/torchinductor
+- name: TRITON_CACHE_DIR
+  value: /var/cache/moontide/triton
 - name: OMP_NUM_THREADS
   value: {{ .threads | quote }}
 - name: MKL_NUM_THREADS
@@ -249,7 +263,7 @@ readinessProbe:
 volumeMounts:
   - {name: config, mountPath: /etc/moontide, readOnly: true}
   - {name: tmp, mountPath: /tmp}
-  - {name: cache, mountPath: /cache}
+  - {name: cache, mountPath: /var/cache/moontide}
 {{- if ne .Values.model.source "builtin" }}
   - {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
 {{- end }}
@@ -363,7 +377,7 @@ volumeMounts:
   volumeMounts:
     - {name: config, mountPath: /etc/moontide, readOnly: true}
     - {name: tmp, mountPath: /tmp}
-    - {name: cache, mountPath: /cache}
+    - {name: cache, mountPath: /var/cache/moontide}
 {{- if and (not .isSidecar) $store.ssd.hostPath }}
     - {name: ssd, mountPath: /ssd}
 {{- end }}

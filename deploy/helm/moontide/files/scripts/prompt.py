@@ -19,4 +19,5 @@ def main(url: str, model: str, prompt: str, max_tokens: int, timeout_s: float) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5])))
+    url, model, prompt, max_tokens, timeout_s = sys.argv[1:]
+    sys.exit(main(url, model, prompt, int(max_tokens), float(timeout_s)))
