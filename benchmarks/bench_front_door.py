@@ -6,7 +6,7 @@ requests   answers of one token, not streamed, prompts of 1 KB, 16 clients; besi
            router in its prefix-aware mode, in front of a stub engine that answers at once
 streaming  64 tokens each over the one stream to the decode stub, one event per token; as many clients as keep the core busy; beside it
            Dynamo's frontend with its mockers, as fast as they go
-added      time to the first event of a stream at 16 clients, where the stubs answer at once
+added      time to the first event of a stream at 16 clients that pause between two requests, where the stubs answer at once
 stall      longest answer of /live, asked all the time, while a prompt of a million tokens comes in: as text, the same text with another
            turn, and as token ids; `idle` is the same without the prompt
 
@@ -51,6 +51,8 @@ STEP_S = 0.01
 """Of the decode stub."""
 MILLION = 1_000_000
 CONTEXT = 2 * MILLION
+THINK_S = 0.5
+"""Mean pause of the clients of `added`: without one, all whose answers end in the same step of the stub come back at once."""
 STREAM_TOKENS = 64
 START_TIMEOUT_S = 60.0
 PEERS = ("production-stack", "dynamo")
@@ -281,7 +283,7 @@ def measure(args: argparse.Namespace, processes: Processes, directory: Path, mod
     seconds = ["--seconds", str(args.seconds)]
     whole = ["--clients", "16", *seconds]
     stream = ["--clients", str(args.streams), "--stream", "--warm-up", "3", *seconds]
-    light = ["--clients", "16", "--stream", *seconds]
+    light = ["--clients", "16", "--stream", "--think-s", str(THINK_S), *seconds]
     runs: dict[str, list[Run]] = {}
     for seed in range(args.seed, args.seed + args.rounds):
         for name, side, load, max_tokens in (

@@ -39,7 +39,7 @@ class Samples:
 
 
 class Client(asyncio.Protocol):
-    """One connection: the next request follows the end of the last answer."""
+    """One connection: the next request follows the end of the last answer, after a pause if the load has some."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -47,7 +47,14 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._send()
+        self._think()
+
+    def _think(self) -> None:
+        pause_s = 0.0 if self._load.is_over else self._load.pause_s()
+        if pause_s:
+            asyncio.get_running_loop().call_later(pause_s, self._send)
+        else:
+            self._send()
 
     def _send(self) -> None:
         assert self._transport is not None
@@ -94,7 +101,7 @@ class Client(asyncio.Protocol):
 
     def _end(self) -> None:
         self._load.note(self._sent_s, self._first_s)
-        self._send()
+        self._think()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._load.lost(error)
@@ -112,6 +119,11 @@ class Load:
         self._until_s = float("inf")
         self._open = args.clients
         self._closed = asyncio.Event()
+
+    def pause_s(self) -> float:
+        """Exponential, so that clients whose answers end in one step do not come back together."""
+        mean_s = self._args.think_s
+        return self._random.expovariate(1 / mean_s) if mean_s else 0.0
 
     def request(self) -> bytes:
         """A prompt of the asked length that begins like no other."""
@@ -192,6 +204,7 @@ def main() -> None:
     parser.add_argument("--model", default="stub")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--think-s", type=float, default=0.0, help="mean pause of a client between two requests")
     parser.add_argument("--warm-up", type=float, default=1.0)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--chat", action="store_true")
