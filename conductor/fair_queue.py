@@ -22,6 +22,9 @@ from moontide.fair_share import DeficitRoundRobin, Share
 
 RELEASE_PERIOD_S = 0.02
 """How often it is looked whether the groups take more, while anybody waits; far below what they have ahead."""
+CREDIT_QUEUES = 3
+"""So many times what a group gets ahead a tenant may make up for that asked for less than its share: such a burst goes past a flood. Stage 0
+allows about as much."""
 QUANTUM_S = 0.1
 """Work of a tenant's turn. Requests are not divided, so that of a long prompt is owed in the turns to come."""
 
@@ -84,7 +87,7 @@ class FairQueue:
         self._num_groups = num_groups
         self._release_queue_s = release_queue_s
         self._clock = clock
-        self._turns = DeficitRoundRobin(QUANTUM_S)
+        self._turns = DeficitRoundRobin(QUANTUM_S, credit_s=CREDIT_QUEUES * release_queue_s)
         self._ahead = _Ahead()
         self._queues: dict[tuple[int, str], deque[_Waiting]] = {}
         self._leaving_s = 0.0
@@ -219,10 +222,12 @@ class FairQueue:
         return self._room_s() > self._leaving_s
 
     def _is_within_share(self, share: Share) -> bool:
-        """Whether the claim, which has nothing that waits, has got less ahead than is due to it beside those that wait."""
+        """Whether the claim, which has nothing that waits, has got less ahead than is due to it beside those of its class that wait."""
         if any(key == share.key or key[0] > share.priority for key in self._queues):
             return False
         rivals = sum(queue[0].share.weight for key, queue in self._queues.items() if key[0] == share.priority)
+        if not rivals:
+            return False
         due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals)
         return self._turns.ahead_s(share) < due_s
 

@@ -86,7 +86,9 @@ def copies(group: Group) -> dict[str, float]:
     metrics = group.stages[0]._group_metrics
     assert metrics is not None
     samples = next(iter(metrics.copies.collect())).samples
-    return {sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total")}
+    return {
+        sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total") and sample.value
+    }
 
 
 def coordinator_of(group: Group) -> Coordinator:
