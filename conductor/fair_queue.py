@@ -23,8 +23,8 @@ from moontide.fair_share import DeficitRoundRobin, Share
 RELEASE_PERIOD_S = 0.02
 """How often it is looked whether the groups take more, while anybody waits; far below what they have ahead."""
 CREDIT_QUEUES = 3
-"""So many times what a group gets ahead a tenant may make up for that asked for less than its share: such a burst goes past a flood. Stage 0
-allows about as much."""
+"""So many times what a group gets ahead a tenant may make up for that asked for less than its share: such a burst goes past a flood.
+Stage 0 allows about as much."""
 QUANTUM_S = 0.1
 """Work of a tenant's turn. Requests are not divided, so that of a long prompt is owed in the turns to come."""
 
