@@ -226,9 +226,11 @@ class FairQueue:
         if any(key == share.key or key[0] > share.priority for key in self._queues):
             return False
         rivals = sum(queue[0].share.weight for key, queue in self._queues.items() if key[0] == share.priority)
-        if not rivals:
-            return False
         due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals)
+        if not rivals:
+            # Credit is for bursts beside others; alone it would only fill the groups.
+            self._ahead.drain(self._clock.now(), self._num_groups())
+            return self._ahead.of(share) < due_s
         return self._turns.ahead_s(share) < due_s
 
     def _drop_empty(self, share: Share) -> None:
