@@ -136,7 +136,11 @@ class Simulation:
         hits = {group.store_id: group.hit_blocks(request.block_ids) for group in self._groups.values()}
         need = Need(request_id=str(idx), prompt_tokens=request.prompt_tokens, max_tokens_in_cache=request.prompt_tokens)
         choice = choose(self._view, need, hits, self._sent, policy=self._policy, rng=self._rng, now_s=now_s)
-        self._sent.add(choice.sent(need, block_bytes=LAYOUT.block_bytes, needs_decode=False, now_s=now_s))
+        self._sent.add(
+            choice.sent(
+                context_tokens=need.prompt_tokens, block_bytes=LAYOUT.block_bytes, needs_decode=False, now_s=now_s
+            )
+        )
         assert choice.prefill is not None
         group = self._groups[choice.prefill.node_id]
         ready_s = now_s + choice.hit_blocks * LAYOUT.block_bytes / FETCH_BYTES_PER_S

@@ -108,7 +108,11 @@ class Decider:
             may_prefill_locally=True,
         )
         choice = choose(self._view, need, hits, self._sent, policy=self._policy, rng=self._rng, now_s=now_s)
-        self._sent.add(choice.sent(need, block_bytes=LAYOUT.block_bytes, needs_decode=True, now_s=now_s))
+        self._sent.add(
+            choice.sent(
+                context_tokens=need.prompt_tokens, block_bytes=LAYOUT.block_bytes, needs_decode=True, now_s=now_s
+            )
+        )
         return choice
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-DONE = b"data: [DONE]\n\n"
 EVENT = b"data: {"
 
 

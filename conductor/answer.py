@@ -48,8 +48,6 @@ class Answer:
         self._num_chars = 0
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.is_ended_by_text = False
-        """A stop string ended it: the nodes do not know."""
 
     def add(self, token: SampledToken) -> tuple[str, OutputToken]:
         """Take one more token; returns the text that became final."""
@@ -63,7 +61,6 @@ class Answer:
         if self.finish_reason is not None and self._stop.matched is None:
             text += self._stop.feed(self._detokenizer.flush())
         if self._stop.matched is not None:
-            self.is_ended_by_text = True
             self.finish_reason = FinishReason.STOP
         elif self.finish_reason is not None:
             text += self._stop.flush()

@@ -23,6 +23,7 @@ from kvstore.client import StoreNodeClient
 from moontide.clock import Clock
 from moontide.errors import MoontideError
 from moontide.log import get_logger
+from moontide.metrics import start_at_zero
 
 HALF_LIFE_S = 60.0
 MIN_RATE_PER_S = 0.1
@@ -147,8 +148,7 @@ class HotBlocks:
             ["outcome"],
             registry=metrics,
         )
-        for outcome in ("whole", "part", "failed"):
-            self._copies.labels(outcome)
+        start_at_zero(self._copies, "whole", "part", "failed")
         tracked = Gauge("conductor_hot_prefixes", "Prefixes whose heat is known.", registry=metrics)
         tracked.set_function(lambda: float(len(self._heat)))
 

@@ -50,14 +50,19 @@ class Placement:
 
     def view(self, *, trusting: bool = False) -> ClusterView | NoChoice:
         """Of the moment. Nodes that were lost a moment ago are left out, unless `trusting`, when there is nothing without them."""
-        nodes = self._registry.nodes
-        failed = frozenset(self.failed.current(nodes, self._clock.now()))
+        failed: frozenset[str] = frozenset()
+        if (
+            not self.failed.is_empty
+        ):  # asked for several times per request, so nothing here looks at all nodes without need
+            failed = frozenset(self.failed.current(self._registry.nodes, self._clock.now()))
         if (seen := (self._registry.num_reads, failed)) != self._seen:
             self._seen = seen
-            self._view = ClusterView.build(nodes, model_id=self._model_id, cost=self.cost, distrusted=failed)
+            self._view = ClusterView.build(
+                self._registry.nodes, model_id=self._model_id, cost=self.cost, distrusted=failed
+            )
             self._work = SentWork(self._view, self._sent.values()) if isinstance(self._view, ClusterView) else None
         if trusting and failed and isinstance(self._view, NoChoice):
-            return ClusterView.build(nodes, model_id=self._model_id, cost=self.cost)
+            return ClusterView.build(self._registry.nodes, model_id=self._model_id, cost=self.cost)
         return self._view
 
     def choose(self, view: ClusterView, need: Need, hits: Mapping[str, int]) -> Choice:

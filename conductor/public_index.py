@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from conductor.config import ConductorSettings
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import Node
+from conductor.view import layout_of
 from kvstore.index import KvEntry
 from kvstore.layout import KVLayout
 from moontide.errors import ConfigError
@@ -92,9 +92,4 @@ async def open_public_index(
 def served_layout(nodes: Sequence[Node]) -> KVLayout | None:
     """The one that most live nodes have."""
     texts = [node.record.layout_json for node in nodes if node.alive and node.record.layout_json]
-    return _layout(max(sorted(set(texts)), key=texts.count)) if texts else None
-
-
-@lru_cache(maxsize=8)
-def _layout(text: str) -> KVLayout:
-    return KVLayout.from_json(text)
+    return layout_of(max(sorted(set(texts)), key=texts.count)) if texts else None

@@ -72,6 +72,10 @@ class FailedNodes:
     def note(self, node_id: str, boot_id: str, now_s: float) -> None:
         self._failed[node_id] = (boot_id, now_s)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._failed
+
     def current(self, nodes: Sequence[Node], now_s: float) -> set[str]:
         """Ids of nodes not to be trusted now; `nodes` is the registry's latest state."""
         boots = {node.record.node_id: node.record.boot_id for node in nodes if node.alive}

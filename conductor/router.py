@@ -66,14 +66,14 @@ class Choice(Candidate):
             corrections=self.corrections,
         )
 
-    def sent(self, need: Need, *, block_bytes: int, needs_decode: bool, now_s: float) -> Sent:
-        """What this choice adds to the nodes' work."""
+    def sent(self, *, context_tokens: int, block_bytes: int, needs_decode: bool, now_s: float) -> Sent:
+        """What this choice adds to the nodes' work. `context_tokens`: of the prompt, with what the client has."""
         return Sent(
             sent_s=now_s,
             prefill_node_id=self.placed.prefill_node_id,
             busy_s=self.busy_s,
             decode_node_id=self.decode.node_id if needs_decode else None,
-            context_tokens=need.prompt_tokens,
+            context_tokens=context_tokens,
             holder_id=self.hit_store.node_id if self.hit_store is not None and self.copy_blocks else None,
             copy_bytes=self.copy_blocks * block_bytes,
         )

@@ -120,6 +120,8 @@ class _Request:
     @property
     def token_ids(self) -> TokenArray:
         """The prompt, then every token that the client has."""
+        if not self.answer.token_ids:
+            return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.answer.token_ids, np.uint32)])
 
     def slo_left(self, now_s: float) -> Slo:
@@ -589,7 +591,7 @@ class Conductor:
         attempt.start()
         self._explanations.chosen(request.request_id, epoch, choice)
         sent = choice.sent(
-            self._need(request),
+            context_tokens=len(spec.token_ids),
             block_bytes=view.layout.block_bytes,
             needs_decode=spec.has_more_tokens,
             now_s=attempt.started_s,

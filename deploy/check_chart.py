@@ -217,7 +217,6 @@ class Schemas:
 
     def __init__(self, kubernetes_validate: Any, jsonschema: Any) -> None:
         self._kubernetes = kubernetes_validate
-        self._jsonschema = jsonschema
         # It reads megabytes of definitions anew for every document.
         utils: Any = importlib.import_module("kubernetes_validate.utils")
         utils.schema_contents = functools.cache(utils.schema_contents)

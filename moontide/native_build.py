@@ -4,18 +4,16 @@ The file's name holds a digest of source, flags and compiler, so an edited sourc
 and nothing is ever stale. Several processes may ask at the same time: one compiles, the others wait.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from moontide.config import cache_dir
+from moontide.file_lock import locked
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
@@ -41,7 +39,7 @@ def build_library(source: Path, *, flags: Sequence[str] = ()) -> Path:
         return library
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(library.with_suffix(".lock")):
+        with locked(library.with_suffix(".lock"), timeout_s=_LOCK_TIMEOUT_S, error=BuildFailed):
             if not library.exists():
                 _compile(command, source, library)
     except OSError as error:
@@ -70,19 +68,3 @@ def _run(command: list[str]) -> str:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
         raise BuildFailed(f"{command[0]} failed: {reason}") from error
     return done.stdout
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock that dies with its process."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with file.open("w") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise BuildFailed(f"another process has held {file} for {_LOCK_TIMEOUT_S:.0f} s") from error
-                time.sleep(0.1)
-        yield

@@ -19,19 +19,9 @@ from conductor.kv_event_sockets import EventEndpoint, EventPublisher, ForeignEve
 from conductor.prefix_index import PrefixIndex
 from kvstore.block import hash_blocks, root_hash
 from kvstore.index import KvEntry, Stored
-from kvstore.layout import KVLayout
 from moontide.errors import ConfigError
+from tests.fakes.layouts import TINY_LAYOUT as LAYOUT
 
-LAYOUT = KVLayout(
-    model_fingerprint="f",
-    num_layers=2,
-    num_planes=2,
-    num_kv_heads=1,
-    head_dim=4,
-    dtype="float32",
-    block_tokens=4,
-    layer_group=1,
-)
 PROMPT = list(range(1, 11))
 IDS = np.array(PROMPT, np.uint32)
 

@@ -16,20 +16,10 @@ from conductor.public_index import open_public_index
 from conductor.registry import Node
 from kvstore.block import hash_blocks, root_hash
 from kvstore.index import KvEntry, Stored
-from kvstore.layout import KVLayout
 from moontide.errors import ConfigError
 from moontide.registry import NodeRecord
+from tests.fakes.layouts import TINY_LAYOUT as LAYOUT
 
-LAYOUT = KVLayout(
-    model_fingerprint="f",
-    num_layers=2,
-    num_planes=2,
-    num_kv_heads=1,
-    head_dim=4,
-    dtype="float32",
-    block_tokens=4,
-    layer_group=1,
-)
 RECORD = NodeRecord(
     node_id="prefill-0",
     role="prefill",

@@ -12,7 +12,6 @@ import torch
 
 from decode_node.batch import Phase
 from decode_node.session import Failed, Finished, LocalPrefillDone, PromptStore, Pulled, Tokens
-from kvstore.client import BlockRef
 from kvstore.node import LocalStoreNode
 from kvstore.pool import RequestKey, ReserveReply
 from kvstore.transfer.memory import MemoryStore
@@ -43,6 +42,7 @@ from tests.unit.decode_node.test_write_back import (
     ENDLESS,
     SAMPLED,
     chain,
+    check_stored_bytes,
     hit_blocks,
     nothing_is_held,
     prefilled,
@@ -183,19 +183,7 @@ async def test_stored_blocks_hold_the_bytes_that_prefill_would_make(prefill: Pre
         await nothing_is_held(rig, node)
         tokens = [*ids, *answer.token_ids]
         assert await hit_blocks(node, prefill, tokens) == CHAIN_BLOCKS
-    kv, pages = prefill.runner.kv, list(range(CHAIN_BLOCKS))
-    copies = [page + CHAIN_BLOCKS for page in pages]
-    computed = CHAIN_BLOCKS * BLOCK_TOKENS
-    prefill.runner.forward(
-        [Segment(start=0, num_tokens=computed, pages=pages, wants_logits=True)],
-        token_ids_T=torch.tensor(tokens[:computed]),
-    )
-    refs = [BlockRef(block_hash, "", 0) for block_hash in chain(prefill, tokens)]
-    for group_idx in kv.groups:
-        slots = [(ref, kv.slot_address(group_idx, page)) for ref, page in zip(refs, copies, strict=True)]
-        assert prefill.client.get_group(group_idx, slots) == [True] * CHAIN_BLOCKS
-    for layer in range(prefill.info.num_layers):
-        torch.testing.assert_close(kv.layer(layer)[copies], kv.layer(layer)[pages], atol=1e-5, rtol=0)
+    check_stored_bytes(prefill, tokens)
 
 
 async def test_prompts_that_are_computed_beside_others_change_nobodys_tokens(

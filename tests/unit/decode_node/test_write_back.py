@@ -54,6 +54,23 @@ def chain(prefill: Prefill, token_ids: Sequence[int], *, salt: str = "") -> list
     return hash_blocks(np.array(token_ids, dtype=np.uint32), block_tokens=BLOCK_TOKENS, root=root)
 
 
+def check_stored_bytes(prefill: Prefill, tokens: Sequence[int]) -> None:
+    """The stored blocks of the chain are what prefill computes for these tokens."""
+    kv, pages = prefill.runner.kv, list(range(CHAIN_BLOCKS))
+    copies = [page + CHAIN_BLOCKS for page in pages]
+    computed = CHAIN_BLOCKS * BLOCK_TOKENS
+    prefill.runner.forward(
+        [Segment(start=0, num_tokens=computed, pages=pages, wants_logits=True)],
+        token_ids_T=torch.tensor(tokens[:computed]),
+    )
+    refs = [BlockRef(block_hash, "", 0) for block_hash in chain(prefill, tokens)]
+    for group_idx in kv.groups:
+        slots = [(ref, kv.slot_address(group_idx, page)) for ref, page in zip(refs, copies, strict=True)]
+        assert prefill.client.get_group(group_idx, slots) == [True] * CHAIN_BLOCKS
+    for layer in range(prefill.info.num_layers):
+        torch.testing.assert_close(kv.layer(layer)[copies], kv.layer(layer)[pages], atol=1e-5, rtol=0)
+
+
 async def reserve(
     node: LocalStoreNode | StoreNodeClient,
     prefill: Prefill,
@@ -147,19 +164,7 @@ async def test_next_turn_hits_the_answer_and_finds_the_bytes_that_prefill_would_
             "blocks that are hits are not put again"
         )
 
-    kv, pages = prefill.runner.kv, list(range(CHAIN_BLOCKS))
-    copies = [page + CHAIN_BLOCKS for page in pages]
-    computed = CHAIN_BLOCKS * BLOCK_TOKENS
-    prefill.runner.forward(
-        [Segment(start=0, num_tokens=computed, pages=pages, wants_logits=True)],
-        token_ids_T=torch.tensor(tokens[:computed]),
-    )
-    refs = [BlockRef(block_hash, "", 0) for block_hash in chain(prefill, tokens)]
-    for group_idx in kv.groups:
-        slots = [(ref, kv.slot_address(group_idx, page)) for ref, page in zip(refs, copies, strict=True)]
-        assert prefill.client.get_group(group_idx, slots) == [True] * CHAIN_BLOCKS
-    for layer in range(prefill.info.num_layers):
-        torch.testing.assert_close(kv.layer(layer)[copies], kv.layer(layer)[pages], atol=1e-5, rtol=0)
+    check_stored_bytes(prefill, tokens)
 
 
 async def test_hit_ratio_of_the_store_counts_prompts_only(prefill: Prefill, store: MemoryStore) -> None:

@@ -10,24 +10,14 @@ import pytest
 from kvstore.block import BlockHash, root_hash
 from kvstore.client import BlockRef, StoreClient
 from kvstore.keys import parse_key
-from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState, ReserveReply, ReserveResult, StoredRun
 from kvstore.transfer.base import RemoveStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from moontide.errors import BadRequest, ConfigError, NodeLost
 from tests.fakes.clock import FakeClock
+from tests.fakes.layouts import TINY_LAYOUT as LAYOUT
 
-LAYOUT = KVLayout(
-    model_fingerprint="f",
-    num_layers=2,
-    num_planes=2,
-    num_kv_heads=1,
-    head_dim=4,
-    dtype="float32",
-    block_tokens=4,
-    layer_group=1,
-)
 ROOT = root_hash(LAYOUT.digest(), "")
 READ_LEASE_S = 5.0
 
