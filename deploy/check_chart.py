@@ -28,8 +28,9 @@ from conductor.config import ConductorConfig
 from decode_node.config import DecodeNodeConfig
 from deploy.plan import service_env
 from kvstore.config import KvStoreConfig
-from moontide.config import load_config, read_yaml
-from moontide.errors import ConfigError
+from moontide.config import TlsConfig, build, load_config, read_yaml, to_tree
+from moontide.errors import ConfigError, RoleRefused
+from moontide.roles import change_role
 from moontide_proto.v1 import moontide_pb2
 from prefill_node.config import PrefillNodeConfig
 
@@ -49,6 +50,8 @@ SERVICES: dict[str, type[Any]] = {
 }
 HOST_NETWORK_COMPONENTS = ("prefill", "decode", "kvstore")
 NO_CLUSTER_ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+PREFILL_DRAIN_S = 10.0
+"""Of a stage, which has no setting for it."""
 LINT_WARNING = 2
 MAX_SECRET_BYTES = 1 << 20
 
@@ -80,6 +83,13 @@ class Pod:
     spec: Mapping[str, Any]
     group_pod: int = 0
     """Place in a LeaderWorkerSet's group; 1 stands for every worker."""
+
+    def name(self, place: int) -> str:
+        """As its controller makes it: DOCUMENT-0, and the members of a group after its leader."""
+        _, document, *kind = self.where.split()
+        if self.group_pod:
+            return f"{document}-0-{place}"
+        return "-".join([document, *kind]) if kind and kind != ["leader"] else f"{document}-0"
 
     @property
     def containers(self) -> list[dict[str, Any]]:
@@ -459,36 +469,98 @@ def check_settings(documents: Sequence[Document], pods: Sequence[Pod], values: M
     """Every service accepts its config, and the stages of each group are complete. Returns their number. Raises: ChartError."""
     files = next(d["data"] for d in documents if d["kind"] == "ConfigMap" and d["metadata"]["name"].endswith("-config"))
     stages: dict[str, list[int]] = {}
+    node_ids: set[str] = set()
     num_services = 0
     for pod in pods:
         num_pods = values["prefill"]["stages"] // values["prefill"]["stagesPerPod"] if pod.group_pod else 1
         for place in range(pod.group_pod, max(num_pods, 1)):
+            services: list[tuple[Mapping[str, Any], Any]] = []
             for container in pod.lasting_containers:
                 if (config := _service_config(pod, container, files, place)) is None:
                     continue
                 num_services += 1
+                if config.node.node_id in node_ids:
+                    raise ChartError(
+                        f"{pod.where}: {container['name']}: another node is called {config.node.node_id} too"
+                    )
+                node_ids.add(config.node.node_id)
+                _check_tls(pod, container, config.tls, values)
                 if isinstance(config, PrefillNodeConfig):
                     stages.setdefault(config.prefill.group_id, []).append(config.prefill.stage_idx)
-                if isinstance(config, ConductorConfig | DecodeNodeConfig):
-                    _check_grace(pod, container, config)
+                    _check_other_role(pod, container, config, "decode", values)
+                if isinstance(config, DecodeNodeConfig):
+                    _check_other_role(pod, container, config, "prefill", values)
+                services.append((container, config))
+            _check_grace(pod, services)
     for group, found in stages.items():
         if sorted(found) != list(range(values["prefill"]["stages"])):
             raise ChartError(f"prefill group {group} has the stages {sorted(found)}")
     return num_services
 
 
-def _check_grace(pod: Pod, container: Mapping[str, Any], config: ConductorConfig | DecodeNodeConfig) -> None:
-    drain_s = config.conductor.drain_s if isinstance(config, ConductorConfig) else config.decode.drain_timeout_s
-    before_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    if pod.spec["terminationGracePeriodSeconds"] <= before_s + drain_s:
+def _check_other_role(
+    pod: Pod, container: Mapping[str, Any], config: Any, role: str, values: Mapping[str, Any]
+) -> None:
+    """A node that may change its role becomes something that its new program accepts, on ports that its container names."""
+    where = f"{pod.where}: {container['name']} as {role}"
+    running = "prefill" if role == "decode" else "decode"
+    try:
+        successor = change_role(running, to_tree(config), role)
+        other = build(SERVICES[successor.module], successor.settings)
+    except RoleRefused as error:
+        if values["roles"]["switchable"]:
+            raise ChartError(f"{where}: {error}") from error
+        return
+    except ConfigError as error:
+        raise ChartError(f"{where}: {error}") from error
+    if not values["roles"]["switchable"]:
+        raise ChartError(f"{where}: roles.switchable is off")
+    if isinstance(other, PrefillNodeConfig):
+        wanted = {other.prefill.link_port, int(other.prefill.control_address.rpartition(":")[2])}
+        if missing := wanted - {port["containerPort"] for port in container["ports"]}:
+            raise ChartError(f"{where}: the container does not name the ports {sorted(missing)}")
+
+
+def _check_tls(pod: Pod, container: Mapping[str, Any], tls: TlsConfig, values: Mapping[str, Any]) -> None:
+    """Certificates lie in a directory that the container mounts, and probes speak what the port speaks."""
+    where = f"{pod.where}: {container['name']}"
+    if bool(tls.cert_file) != values["tls"]["enabled"]:
+        raise ChartError(f"{where}: tls.cert_file={tls.cert_file!r} with tls.enabled={values['tls']['enabled']}")
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    for path in filter(None, (tls.cert_file, tls.key_file, tls.ca_file)):
+        mount = mounts.get(str(Path(path).parent), {})
+        if not mount.get("readOnly") or "subPath" in mount:
+            raise ChartError(f"{where}: {path} is not in a directory that is mounted read-only as a whole")
+    scheme = "HTTPS" if tls.cert_file and pod.component == "conductor" else "HTTP"
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if container[probe]["httpGet"].get("scheme", "HTTP") != scheme:
+            raise ChartError(f"{where}: {probe} does not speak {scheme}")
+
+
+def _check_grace(pod: Pod, services: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
+    """A pod has the time for the longest drain of its containers, and then for that of a sidecar."""
+    longest = {True: 0.0, False: 0.0}
+    for container, config in services:
+        stop_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        is_sidecar = container.get("restartPolicy") == "Always"
+        longest[is_sidecar] = max(longest[is_sidecar], stop_s + _drain_s(config))
+    if services and pod.spec["terminationGracePeriodSeconds"] <= sum(longest.values()):
         raise ChartError(f"{pod.where}: is killed while it drains")
+
+
+def _drain_s(config: Any) -> float:
+    if isinstance(config, ConductorConfig):
+        return config.conductor.drain_s
+    if isinstance(config, DecodeNodeConfig):
+        return config.decode.drain_timeout_s
+    return config.kvstore.drain_s if isinstance(config, KvStoreConfig) else PREFILL_DRAIN_S
 
 
 def _service_config(pod: Pod, container: Mapping[str, Any], files: Mapping[str, str], place: int) -> Any:
     """The config that a container's service would have; None for a program of another project."""
     command = list(container.get("command", []))
-    env = _environment(container, place)
-    arguments = [_expanded(argument, env) for argument in container.get("args", [])]
+    env = container_environment(pod, container, place)
+    arguments = [expanded(argument, env) for argument in container.get("args", [])]
     if command[:2] == ["sh", "-c"]:
         command, arguments = _shell(command, arguments, env)
     if command[:2] != ["python", "-m"]:
@@ -515,25 +587,24 @@ def _engine_environment(env: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-def _environment(container: Mapping[str, Any], place: int) -> dict[str, str]:
+def container_environment(pod: Pod, container: Mapping[str, Any], place: int) -> dict[str, str]:
     """Of a container, with examples for what only a cluster knows."""
+    known = {"metadata.name": pod.name(place), "status.podIP": "10.1.2.3", "spec.nodeName": "host-1.example"}
     env = {"LWS_WORKER_INDEX": str(place), "LWS_LEADER_ADDRESS": "moontide-prefill-0.moontide-prefill.llm"}
     for variable in container.get("env", []):
         source = variable.get("valueFrom", {})
         if "fieldRef" in source:
             path = source["fieldRef"]["fieldPath"]
-            value = {"metadata.name": "pod-0", "status.podIP": "10.1.2.3", "spec.nodeName": "host-1.example"}.get(
-                path, "0"
-            )
+            value = known.get(path, "0")
         elif "secretKeyRef" in source:
             value = "redis://:secret@redis:6379/0" if variable["name"] == "REGISTRY_URL" else "secret"
         else:
-            value = _expanded(variable["value"], env)
+            value = expanded(variable["value"], env)
         env[variable["name"]] = value
     return env
 
 
-def _expanded(text: str, env: Mapping[str, str]) -> str:
+def expanded(text: str, env: Mapping[str, str]) -> str:
     """As Kubernetes does it. Raises: ChartError for a variable that is not there, which Kubernetes would leave as it is."""
 
     def value(match: re.Match[str]) -> str:

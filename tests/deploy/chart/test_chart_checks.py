@@ -86,6 +86,11 @@ def conductor(documents: Documents) -> dict[str, Any]:
     return container
 
 
+def mount(container: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in container["volumeMounts"] if each["name"] == name)
+    return found
+
+
 def replace_argument(container: dict[str, Any], old: str, new: str) -> None:
     assert any(old in argument for argument in container["args"])
     container["args"] = [argument.replace(old, new) for argument in container["args"]]
@@ -100,7 +105,7 @@ BREAKAGES: dict[str, tuple[Callable[[Documents], object], str]] = {
     "no probe": (lambda d: decode(d).pop("livenessProbe"), "no probes"),
     "host network": (lambda d: pod_spec(d, "Deployment", "conductor").update(hostNetwork=True), "hostNetwork"),
     "latest": (lambda d: decode(d).update(image="moontide:latest"), "names no version"),
-    "writable model": (lambda d: conductor(d)["volumeMounts"][3].update(readOnly=False), "may write the model"),
+    "writable model": (lambda d: mount(conductor(d), "model").update(readOnly=False), "may write the model"),
     "token": (lambda d: pod_spec(d, "StatefulSet", "decode").pop("automountServiceAccountToken"), "mounts a token"),
     "selector": (lambda d: d["Service", "conductor"]["spec"]["selector"].update(a="b"), "selects no pod"),
     "port": (lambda d: d["Service", "conductor"]["spec"]["ports"][0].update(targetPort="web"), "no port 'web'"),
@@ -119,6 +124,24 @@ BREAKAGES: dict[str, tuple[Callable[[Documents], object], str]] = {
     "host ports": (lambda d: decode(d)["ports"][1].update(containerPort=21601), "on one host"),
     "stages": (lambda d: replace_argument(worker(d), "$(LWS_WORKER_INDEX)", "1"), "has the stages"),
     "setting": (lambda d: replace_argument(decode(d), "node.grpc_port", "node.grpc_prt"), "did you mean"),
+    "certificate as a file": (
+        lambda d: mount(decode(d), "tls").update(subPath="tls.crt"),
+        "mounted read-only as a whole",
+    ),
+    "no certificate": (lambda d: mount(worker(d), "tls").update(mountPath="/etc/tls"), "mounted read-only as a whole"),
+    "plain probe": (lambda d: conductor(d)["readinessProbe"]["httpGet"].pop("scheme"), "does not speak HTTPS"),
+    "place in a group": (
+        lambda d: decode(d).update(args=[a for a in decode(d)["args"] if "control_address" not in a]),
+        "decode-0 as prefill: .* no place in a prefill group",
+    ),
+    "port of the other role": (
+        lambda d: replace_argument(decode(d), "link_port=21700", "link_port=21701"),
+        "does not name the ports",
+    ),
+    "name": (
+        lambda d: replace_argument(decode(d), "$(POD_NAME)-0", "store-$(HOST_ID)"),
+        "another node is called store-host-1",
+    ),
     "variable": (lambda d: replace_argument(decode(d), "$(POD_IP)", "$(POD_IPS)"), "does not have"),
     "environment": (
         lambda d: decode(d).update(env=[e for e in decode(d)["env"] if e["name"] != "MC_TCP_LANES_PER_PEER"]),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from deploy.check_chart import CHART
+from tests.fakes.certificates import CertificateFiles
 
 SCRIPTS = CHART / "files/scripts"
 
@@ -50,12 +53,16 @@ class Conductor(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(handler: type[BaseHTTPRequestHandler], certificates: CertificateFiles | None = None) -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), handler)
+    if certificates is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificates.directory / "tls.crt", certificates.directory / "tls.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http{'s' if certificates else ''}://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
@@ -72,6 +79,19 @@ def test_the_prompt_of_helm_test_wants_text(text: str, code: int, monkeypatch: p
     (path, key, body) = Conductor.asked[0]
     assert (path, key) == ("/v1/completions", "Bearer key")
     assert (body["model"], body["prompt"], body["max_tokens"]) == ("m", "The capital", 8)
+
+
+@pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("moontide", False)])
+def test_the_prompt_verifies_the_conductor_with_the_mounted_authority(
+    name: str, is_trusted: bool, tmp_path: Path
+) -> None:
+    certificates = CertificateFiles(tmp_path)
+    certificates.issue(name)
+    env = {"SSL_CERT_FILE": str(certificates.directory / "ca.crt")}
+    with serving(Conductor, certificates) as url:
+        done = run("prompt.py", url, "m", "The capital", "8", "10", env=env)
+    assert (done.returncode == 0) == is_trusted, done.stderr
+    assert is_trusted or "CERTIFICATE_VERIFY_FAILED" in done.stderr
 
 
 def test_the_prompt_fails_without_a_conductor() -> None:

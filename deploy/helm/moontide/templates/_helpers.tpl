@@ -90,15 +90,74 @@ checksum/config: {{ sha256sum $config }}
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "root" . "clientCerts" BOOL): section `tls` of a service. */}}
+{{- define "moontide.tlsSection" -}}
+{{- if .root.Values.tls.enabled -}}
+tls:
+  cert_file: /etc/moontide-tls/tls.crt
+  key_file: /etc/moontide-tls/tls.key
+  ca_file: /etc/moontide-tls/ca.crt
+  require_client_cert: {{ .clientCerts }}
+  server_name: {{ .root.Values.tls.serverName }}
+{{- else -}}
+tls: {}
+{{- end -}}
+{{- end -}}
+
+{{- define "moontide.tlsSecret" -}}
+{{ .Values.tls.existingSecret | default (printf "%s-tls" (include "moontide.fullname" .)) }}
+{{- end -}}
+
+{{/* Certificates of a service. A whole directory: files mounted with subPath stay the old ones when the secret changes. */}}
+{{- define "moontide.certificateMounts" -}}
+{{- if .Values.tls.enabled }}
+- {name: tls, mountPath: /etc/moontide-tls, readOnly: true}
+{{- end }}
+{{- if .Values.registry.caSecret }}
+- {name: registry-ca, mountPath: /etc/moontide-registry, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "moontide.certificateVolumes" -}}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "moontide.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- with .Values.registry.caSecret }}
+- name: registry-ca
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- end -}}
+
+{{/* (dict "seconds" N): a pod that only one of is there must not wait five minutes for a host that is gone. */}}
+{{- define "moontide.nodeLoss" -}}
+{{- range list "not-ready" "unreachable" }}
+- {key: node.kubernetes.io/{{ . }}, operator: Exists, effect: NoExecute, tolerationSeconds: {{ $.seconds }}}
+{{- end }}
+{{- end -}}
+
 {{/* (dict "root" . "role" VALUES "component" NAME) */}}
 {{- define "moontide.placement" -}}
+{{- with .role.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
 {{- with .role.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .role.tolerations }}
+{{- if or .role.tolerations .role.nodeLossSeconds }}
 tolerations:
+{{- with .role.tolerations }}
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .role.nodeLossSeconds }}
+  {{- include "moontide.nodeLoss" (dict "seconds" .) | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- with .role.affinity }}
 affinity:
@@ -114,6 +173,8 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "moontide.selector" $ | nindent 8 }}
+    # Pods of one revision: those that an upgrade takes away do not count.
+    matchLabelKeys: [{{ ternary "pod-template-hash" "controller-revision-hash" (eq $.component "conductor") }}]
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -240,20 +301,21 @@ image), and what the engine needs (deploy/plan.py: service_env).
 {{- end }}
 {{- end -}}
 
-{{/* (dict "path" PATH "port" NAME) */}}
+{{/* (dict "port" NAME "startupSeconds" N "scheme" HTTPS or nothing) */}}
 {{- define "moontide.probes" -}}
+{{- $scheme := ternary (printf ", scheme: %s" .scheme) "" (not (empty .scheme)) -}}
 startupProbe:
-  httpGet: {path: /live, port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: {{ div (add .startupSeconds 4) 5 }}
 livenessProbe:
-  httpGet: {path: /live, port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  httpGet: {path: /ready, port: {{ .port }}}
+  httpGet: {path: /ready, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
@@ -264,6 +326,7 @@ volumeMounts:
   - {name: config, mountPath: /etc/moontide, readOnly: true}
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/moontide}
+  {{- include "moontide.certificateMounts" . | nindent 2 }}
 {{- if ne .Values.model.source "builtin" }}
   - {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
 {{- end }}
@@ -277,6 +340,7 @@ volumeMounts:
   emptyDir: {sizeLimit: 1Gi}
 - name: cache
   emptyDir: {sizeLimit: {{ .Values.cache.sizeLimit }}}
+{{- include "moontide.certificateVolumes" . }}
 {{- if eq .Values.model.source "pvc" }}
 - name: model
   persistentVolumeClaim:
@@ -378,6 +442,7 @@ volumeMounts:
     - {name: config, mountPath: /etc/moontide, readOnly: true}
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /var/cache/moontide}
+    {{- include "moontide.certificateMounts" .root | nindent 4 }}
 {{- if and (not .isSidecar) $store.ssd.hostPath }}
     - {name: ssd, mountPath: /ssd}
 {{- end }}
@@ -483,5 +548,10 @@ runtimeClassName: {{ . }}
 
 {{/* Seconds from a pod's end to SIGKILL: the drain is bounded inside the process, the rest is room to close. */}}
 {{- define "moontide.prefillGrace" -}}
-{{ add .Values.prefill.preStopSeconds 10 20 }}
+{{ add .Values.prefill.preStopSeconds 10 20 (include "moontide.sidecarDrain" .) }}
+{{- end -}}
+
+{{/* Of the store process of a compute pod, which is told to stop when the other containers have ended. */}}
+{{- define "moontide.sidecarDrain" -}}
+{{ ternary .Values.kvstore.drainSeconds 0 (eq .Values.kvstore.mode "sidecar") }}
 {{- end -}}
