@@ -16,7 +16,7 @@ import numpy.typing as npt
 from moontide.log import get_logger
 from moontide.native_build import BuildFailed, build_library
 
-_SOURCE = Path(__file__).with_name("hash_chain.cpp")
+SOURCE = Path(__file__).with_name("hash_chain.cpp")
 _HASH_BYTES = 32
 
 log = get_logger(__name__)
@@ -29,7 +29,7 @@ HashChain: TypeAlias = Callable[[npt.NDArray[np.uint32], int, bytes], list[bytes
 def load_hash_chain() -> HashChain | None:
     """The compiled chain, None where it does not run. The first call on a machine compiles, about a second."""
     try:
-        library = ctypes.CDLL(str(build_library(_SOURCE)))
+        library = ctypes.CDLL(str(build_library(SOURCE)))
     except (BuildFailed, OSError) as error:
         log.warning("block hashes are computed with hashlib", reason=str(error))
         return None

@@ -1,7 +1,8 @@
 """Compiles a C++ file at first use and keeps the library in the cache folder.
 
 The file's name holds a digest of source, flags and compiler, so an edited source or another compiler makes a new one
-and nothing is ever stale. Several processes may ask at the same time: one compiles, the others wait.
+and nothing is ever stale. Several processes may ask at the same time: one compiles, the others wait. A library that was
+shipped beside its source, as images without a compiler have it, comes first.
 """
 
 import hashlib
@@ -29,11 +30,11 @@ def build_library(source: Path, *, flags: Sequence[str] = ()) -> Path:
 
     Raises: BuildFailed.
     """
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise BuildFailed("there is no g++ on PATH")
+    shipped = _shipped(source, flags)
+    if shipped.exists():
+        return shipped
     directory = cache_dir() / "native"
-    command = [compiler, *_FLAGS, *flags]
+    command = [_compiler(), *_FLAGS, *flags]
     library = directory / f"{source.stem}-{_digest(command, source)}.so"
     if library.exists():
         return library
@@ -45,6 +46,28 @@ def build_library(source: Path, *, flags: Sequence[str] = ()) -> Path:
     except OSError as error:
         raise BuildFailed(f"{directory} is not writable ({error})") from error
     return library
+
+
+def ship_library(source: Path, *, flags: Sequence[str] = ()) -> Path:
+    """Compile beside the source, for machines without a compiler: `build_library` finds it while source and flags are the same.
+
+    Raises: BuildFailed.
+    """
+    library = _shipped(source, flags)
+    _compile([_compiler(), *_FLAGS, *flags], source, library)
+    return library
+
+
+def _shipped(source: Path, flags: Sequence[str]) -> Path:
+    digest = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, *flags)).encode()).hexdigest()[:16]
+    return source.with_name(f"{source.stem}-{digest}.so")
+
+
+def _compiler() -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise BuildFailed("there is no g++ on PATH")
+    return compiler
 
 
 def _digest(command: Sequence[str], source: Path) -> str:

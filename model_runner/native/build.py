@@ -4,8 +4,8 @@ from pathlib import Path
 
 from moontide import native_build
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = (
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
     "-march=x86-64-v4",
     "-mavx512bf16",
     # Else the compiler fuses a product and a sum in one inlined copy of a function and not in another: two results.
@@ -16,4 +16,4 @@ _FLAGS = (
 
 def build_library() -> Path:
     """Path of the compiled kernels; compiles them (about three seconds) if nobody has yet. Raises: BuildFailed."""
-    return native_build.build_library(_SOURCE, flags=_FLAGS)
+    return native_build.build_library(SOURCE, flags=FLAGS)

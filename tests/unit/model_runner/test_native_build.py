@@ -29,8 +29,8 @@ def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Stands in for the kernels: compiles in a moment, on any machine."""
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(build, "_SOURCE", source)
-    monkeypatch.setattr(build, "_FLAGS", ())
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "FLAGS", ())
     return source
 
 
@@ -62,6 +62,21 @@ def test_edited_source_makes_another_library(small_source: Path) -> None:
     before = build_library()
     small_source.write_text('extern "C" int answer() { return 43; }\n')
     assert build_library() != before
+
+
+@needs_compiler
+def test_shipped_library_needs_no_compiler_until_its_source_changes(
+    monkeypatch: pytest.MonkeyPatch, small_source: Path
+) -> None:
+    shipped = native_build.ship_library(small_source)
+    with monkeypatch.context() as without:
+        without.setattr(shutil, "which", lambda _: None)
+        assert build_library() == shipped
+        assert shipped.parent == small_source.parent
+        small_source.write_text('extern "C" int answer() { return 43; }\n')
+        with pytest.raises(BuildFailed, match=r"there is no g\+\+"):
+            build_library()
+    assert build_library() != shipped
 
 
 @needs_compiler
