@@ -14,7 +14,10 @@ def board() -> Board:
     return Board(
         name="decode",
         title="Moontide / Decode",
-        description="Batch, TBT, prompts computed here, requests declined, pages, write-back.",
+        description=(
+            "Decode instances draw the tokens of many requests in one batch. How full the batches are, how long a step takes, "
+            "what arrives, what is turned away."
+        ),
         variables=(label_values("instance", "Process", "decode_tokens_total"),),
         rows=(_now(), _batch(), _arrivals(), _local_prefill(), _pages(), _write_back()),
     )
@@ -24,31 +27,37 @@ def _now() -> Row:
     return Row(
         title="Now",
         panels=(
-            number("Tokens", "Drawn per second.", _ONE.total_rate("decode_tokens_total"), unit="none", width=4),
+            number(
+                "Tokens",
+                "Output tokens per second, all instances.",
+                _ONE.total_rate("decode_tokens_total"),
+                unit="si:tok/s",
+                width=4,
+            ),
             number(
                 "Requests in the batches",
                 "Of all instances.",
                 _ONE.total("decode_running_requests"),
-                unit="none",
+                unit="short",
                 width=4,
             ),
             number(
                 "Step, p99",
-                "Forward and sampling of a whole batch.",
+                "One token for every request of a batch.",
                 _ONE.quantile(0.99, "decode_step_seconds"),
                 unit="s",
                 width=4,
             ),
             number(
                 "Pages in use",
-                "Of all instances.",
+                "A page holds the KV cache of one block of tokens. All instances.",
                 f"1 - {_ONE.total('decode_free_pages')} / {_ONE.total('decode_pages')}",
                 unit="percentunit",
                 width=4,
             ),
             number(
                 "Declined",
-                "Requests per second that did not fit the TBT SLOs or the room here and went elsewhere.",
+                "Requests per second that did not fit and went to another instance.",
                 optional(_ONE.total_rate("decode_requests_total", extra=_DECLINED)),
                 unit="reqps",
                 bad_above=0.1,
@@ -56,9 +65,9 @@ def _now() -> Row:
             ),
             number(
                 "Blocks not found",
-                "Of the last hour; now and then is a retry, growing means lost blocks.",
+                "KV cache missing from the store in the last hour. Growing: lost blocks.",
                 f"sum(increase({_ONE.select('decode_missed_blocks_total')}[1h]))",
-                unit="none",
+                unit="short",
                 width=4,
             ),
         ),
@@ -70,15 +79,15 @@ def _batch() -> Row:
         title="Batch and TBT",
         panels=(
             lines(
-                "Requests in a step",
-                "Mean, by instance.",
+                "Batch size",
+                "Requests in a step, mean, by instance.",
                 Query(_ONE.mean("decode_step_requests", "instance")),
                 unit="none",
                 width=8,
             ),
             lines(
                 "Time of a step",
-                "All instances.",
+                "One token for every request of a batch, all instances.",
                 *(
                     Query(_ONE.quantile(share, "decode_step_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.9, 0.99)
@@ -87,8 +96,8 @@ def _batch() -> Row:
                 width=8,
             ),
             lines(
-                "TBT of clients",
-                "Between two tokens of a request, as conductors see it, all instances.",
+                "TBT",
+                "Time between two tokens of a request, as conductors see it, all instances.",
                 *(
                     Query(_ALL.quantile(share, "conductor_tbt_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.9, 0.99)
@@ -96,21 +105,29 @@ def _batch() -> Row:
                 unit="s",
                 width=8,
             ),
-            heat("Time of a step", "Steps per second by bucket.", _ONE.buckets("decode_step_seconds"), unit="s"),
             heat(
-                "Requests in a step", "Steps per second by bucket.", _ONE.buckets("decode_step_requests"), unit="none"
+                "Time of a step, distribution",
+                "Steps per second by how long they took.",
+                _ONE.buckets("decode_step_seconds"),
+                unit="s",
+            ),
+            heat(
+                "Batch size, distribution",
+                "Steps per second by their requests.",
+                _ONE.buckets("decode_step_requests"),
+                unit="short",
             ),
             lines(
                 "Tokens",
-                "Drawn per second, by instance.",
+                "Output tokens per second, by instance.",
                 Query(_ONE.rate("decode_tokens_total")),
-                unit="none",
+                unit="si:tok/s",
                 stacked=True,
                 width=8,
             ),
             signed_lines(
                 "Error of predicted steps",
-                "Predicted / measured - 1. Far from 0 for long: SLOs are kept by wrong predictions.",
+                "Predicted / measured - 1. Far from 0 for long: requests are accepted and declined by wrong figures.",
                 *(
                     Query(_ONE.quantile(share, "decode_step_prediction_error"), f"p{share * 100:g}")
                     for share in (0.1, 0.5, 0.9)
@@ -120,7 +137,7 @@ def _batch() -> Row:
             ),
             lines(
                 "Late joins",
-                "First steps per second that waited in vain for the last layer groups of a prompt.",
+                "Requests per second whose last KV cache did not arrive in time for their first step; they join a later one.",
                 Query(_ONE.rate("decode_late_joins_total")),
                 unit="cps",
                 width=8,
@@ -135,17 +152,17 @@ def _arrivals() -> Row:
         panels=(
             lines(
                 "Requests",
-                "In the batch, whose KV arrives, and without pages.",
+                "running: in a batch. pulling: their KV cache arrives. waiting: no pages are free.",
                 Query(_ONE.total("decode_running_requests"), "running"),
                 Query(_ONE.total("decode_pulling_requests"), "pulling"),
                 Query(_ONE.total("decode_waiting_requests"), "waiting"),
-                unit="none",
+                unit="short",
                 stacked=True,
                 width=8,
             ),
             lines(
                 "Requests by outcome",
-                "Declined growing: add decode instances.",
+                "stop, length: answered. Declined: did not fit here and went elsewhere; growing: add decode instances.",
                 Query(_ONE.total_rate("decode_requests_total", "outcome"), "{{outcome}}"),
                 unit="reqps",
                 stacked=True,
@@ -153,7 +170,7 @@ def _arrivals() -> Row:
             ),
             lines(
                 "Wait for pages",
-                "Open to pages for the whole request.",
+                "Arrival of a request to pages for all of it.",
                 *(
                     Query(_ONE.quantile(share, "decode_wait_pages_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.99)
@@ -163,21 +180,21 @@ def _arrivals() -> Row:
             ),
             lines(
                 "Hand-off",
-                "Prefill is over to the last block in pages.",
+                "End of prefill to all KV cache here.",
                 *(Query(_ONE.quantile(share, "decode_handoff_seconds"), f"p{share * 100:g}") for share in (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
                 "Pulled",
-                "KV bytes read into pages, per second.",
+                "KV cache read from the store, by instance.",
                 Query(_ONE.rate("decode_pulled_bytes_total")),
                 unit="Bps",
                 width=8,
             ),
             lines(
                 "Blocks not found, or damaged",
-                "Per second; each is tried again.",
+                "In the store, per second; their prompts are computed again.",
                 Query(_ONE.rate("decode_missed_blocks_total")),
                 unit="cps",
                 width=8,
@@ -188,19 +205,19 @@ def _arrivals() -> Row:
 
 def _local_prefill() -> Row:
     return Row(
-        title="Prompts computed by decode instances",
+        title="Short prompts computed by decode instances",
         panels=(
             lines(
-                "Their tokens",
-                "Per second, by where their KV came from.",
+                "Tokens of these prompts",
+                "hit: their KV cache was in the store. computed: here.",
                 Query(_ONE.total_rate("decode_local_prefill_tokens_total", "source"), "{{source}}"),
-                unit="none",
+                unit="si:tok/s",
                 stacked=True,
                 width=8,
             ),
             lines(
-                "Their time",
-                "First chunk to first token.",
+                "Time of these prompts",
+                "Start of the computation to first token.",
                 *(
                     Query(_ONE.quantile(share, "decode_local_prefill_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.99)
@@ -209,7 +226,7 @@ def _local_prefill() -> Row:
                 width=8,
             ),
             signed_lines(
-                "Error of predicted time",
+                "Error of predicted time of these prompts",
                 "Predicted / measured - 1.",
                 *(
                     Query(_ONE.quantile(s, "decode_local_prefill_prediction_error"), f"p{s * 100:g}")
@@ -234,10 +251,10 @@ def _pages() -> Row:
                 top=1,
             ),
             lines(
-                "Pages that are written back",
-                "Of ended requests. Must return to 0 when idle.",
+                "Pages of ended requests",
+                "Kept until their KV cache is in the store, by instance. Must return to 0 when idle.",
                 Query(_ONE.select("decode_write_back_pages")),
-                unit="none",
+                unit="short",
             ),
         ),
     )
@@ -245,30 +262,39 @@ def _pages() -> Row:
 
 def _write_back() -> Row:
     return Row(
-        title="Write-back",
+        title="Write-back: KV cache of answers to the store",
         panels=(
             lines(
                 "Write-backs by outcome",
-                "dropped: raise decode.num_pages. full: the pool is too small. NodeLost: a store does not answer.",
+                "written, cached: well. dropped: pages were needed. full: the store is too small. NodeLost: a store does not answer.",
                 Query(_ONE.total_rate("decode_write_backs_total", "outcome"), "{{outcome}}"),
                 unit="cps",
                 stacked=True,
-                width=8,
+                width=6,
             ),
             lines(
-                "Written",
-                "Full blocks and bytes per second.",
+                "Bytes written back",
+                "Per second, all instances.",
                 Query(_ONE.total_rate("decode_written_bytes_total"), "bytes"),
                 unit="Bps",
-                width=8,
+                width=6,
             ),
             lines(
-                "Blocks written, and how long after the answer",
-                "Blocks per second; time from the end of an answer, p99.",
-                Query(_ONE.total_rate("decode_written_blocks_total"), "blocks per second"),
-                Query(_ONE.quantile(0.99, "decode_write_back_seconds"), "seconds, p99"),
-                unit="none",
-                width=8,
+                "Blocks written back",
+                "Per second, all instances.",
+                Query(_ONE.total_rate("decode_written_blocks_total"), "blocks"),
+                unit="cps",
+                width=6,
+            ),
+            lines(
+                "Time of a write-back",
+                "From the end of an answer.",
+                *(
+                    Query(_ONE.quantile(share, "decode_write_back_seconds"), f"p{share * 100:g}")
+                    for share in (0.5, 0.99)
+                ),
+                unit="s",
+                width=6,
             ),
         ),
     )

@@ -14,7 +14,10 @@ def board() -> Board:
     return Board(
         name="kvstore",
         title="Moontide / KV store",
-        description="Fill, hits by tier, bandwidth and what of it clients feel, evictions, replicas, hot copies, the index.",
+        description=(
+            "The distributed store of KV cache, in blocks of tokens: how full it is, what it saves, what moving KV cache costs, "
+            "what leaves."
+        ),
         rows=(_now(), _fill(), _hits(), _bandwidth(), _leaving(), _copies(), _ssd(), _index()),
     )
 
@@ -25,14 +28,14 @@ def _now() -> Row:
         panels=(
             number(
                 "Fill",
-                "Of the bytes that may be used. Near 1 is normal for a cache.",
+                "Of the bytes that may be used. Near 100% is normal for a cache.",
                 f"{_ALL.total('kvstore_used_bytes')} / {_ALL.total('kvstore_capacity_bytes')}",
                 unit="percentunit",
                 width=4,
             ),
             number(
                 "Token hit ratio",
-                "Prompt tokens of the last hour that were not computed.",
+                "Prompt tokens of the last hour whose KV cache was there.",
                 f"{_ALL.total_rate('conductor_prefix_hit_tokens_total', window='1h')} / "
                 f"{_ALL.total_rate('conductor_prompt_tokens_total', window='1h')}",
                 unit="percentunit",
@@ -40,33 +43,33 @@ def _now() -> Row:
             ),
             number(
                 "Unreachable peers",
-                "Segments of other hosts that do not answer; the log names the address.",
+                "Store processes of other hosts that do not answer.",
                 _ALL.total("kvstore_unreachable_peers"),
-                unit="none",
+                unit="short",
                 bad_above=0.5,
                 width=4,
             ),
             number(
                 "Damaged objects",
-                "Of the last hour: bytes were not what their key says; they were not used.",
+                "Of the last hour: failed their checksum, and were not used.",
                 optional(f"sum(increase({_ALL.select('kvstore_client_gets_total', _RESULT_CORRUPT)}[1h]))"),
-                unit="none",
+                unit="short",
                 bad_above=0.5,
                 width=4,
             ),
             number(
-                "Calls that had to wait",
-                "Reservations per second that found no room: the pool is too small for the prompts in work.",
+                "Waits for room",
+                "Tries per second that found no room: the store is too small.",
                 optional(_ALL.total_rate("kvstore_reserves_total", extra=_RESULT_WAIT)),
                 unit="cps",
                 bad_above=0.1,
                 width=4,
             ),
             number(
-                "Stores behind",
-                "Store nodes whose blocks a conductor does not know completely.",
+                "Stores not indexed",
+                "Store processes whose blocks a conductor does not know completely.",
                 f"max({_ALL.select('conductor_index_nodes_behind')})",
-                unit="none",
+                unit="short",
                 bad_above=0.5,
                 width=4,
             ),
@@ -80,7 +83,7 @@ def _fill() -> Row:
         panels=(
             lines(
                 "Bytes in use",
-                "Reserved, cached, or not yet removed, and what may be used, by store process.",
+                "Reserved, cached or not yet removed, and what may be used, by store process.",
                 Query(_ALL.select("kvstore_used_bytes"), "used {{instance}}"),
                 Query(_ALL.select("kvstore_capacity_bytes"), "capacity {{instance}}"),
                 unit="bytes",
@@ -88,29 +91,29 @@ def _fill() -> Row:
             ),
             lines(
                 "Blocks",
-                "That a prompt can hit, and those of them that a reservation refers to.",
+                "sealed: complete, a prompt can hit them. pinned: in use by a prompt, not to be evicted.",
                 Query(_ALL.total("kvstore_sealed_blocks"), "sealed"),
                 Query(_ALL.total("kvstore_pinned_blocks"), "pinned"),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
                 "Reservations by result",
-                "wait: no room yet. too_large: can never fit.",
+                "Tries to reserve room for a prompt, per second. wait: none yet. too_large: can never fit.",
                 Query(_ALL.total_rate("kvstore_reserves_total", "result"), "{{result}}"),
                 unit="cps",
                 stacked=True,
                 width=8,
             ),
             lines(
-                "Prompts under way",
-                "That hold room or pins. Must return to 0 when idle.",
+                "Prompts with a reservation",
+                "By store process. Must return to 0 when idle.",
                 Query(_ALL.select("kvstore_reservations")),
-                unit="none",
+                unit="short",
             ),
             lines(
                 "Failed renewals and releases",
-                "By operation: the store process is slow or gone.",
+                "Of reservations, by operation: the store process is slow or gone.",
                 Query(_ALL.total_rate("conductor_store_errors_total", "operation"), "{{operation}}"),
                 unit="cps",
             ),
@@ -135,43 +138,43 @@ def _hits() -> Row:
         title="Hits by tier",
         panels=(
             lines(
-                "Prompt tokens by where their KV came from",
-                "Per second: still in the pages of a prefill group, from the store, or computed.",
+                "Prompt tokens by tier",
+                "pages: still on a prefill group. store: read from the store. computed: no hit.",
                 Query(pages, "pages"),
                 Query(f"clamp_min({cached} - {pages}, 0)", "store"),
                 Query(f"clamp_min({prompt} - {cached}, 0)", "computed"),
-                unit="none",
+                unit="si:tok/s",
                 stacked=True,
                 width=8,
             ),
             lines(
                 "Blocks asked for, by tier",
-                "Per second, at the first grant of a prompt, all store processes.",
+                "Per second, all store processes: in memory, on the SSD, or not there.",
                 Query(f"{hit} - ({optional(ssd)})", "memory"),
                 Query(optional(ssd), "SSD"),
                 Query(f"clamp_min({asked} - {hit}, 0)", "missed"),
-                unit="none",
+                unit="cps",
                 stacked=True,
                 width=8,
             ),
             lines(
                 "Hit ratio by store process",
-                "Hit over asked-for blocks.",
+                "Share of the blocks that prompts asked for.",
                 Query(f"{_ALL.rate('kvstore_hit_blocks_total')} / {_ALL.rate('kvstore_asked_blocks_total')}"),
                 unit="percentunit",
                 top=1,
                 width=8,
             ),
             lines(
-                "Objects fetched",
-                "By result, all processes. corrupt: the bytes were not what their key says; used as a miss.",
+                "Objects read",
+                "Reads per second by result, all processes. corrupt: failed the checksum, counts as missing.",
                 Query(_ALL.total_rate("kvstore_client_gets_total", "result"), "{{result}}"),
                 unit="cps",
                 stacked=True,
             ),
             lines(
-                "Objects put",
-                "By result, all processes.",
+                "Objects written",
+                "Writes per second by result, all processes.",
                 Query(_ALL.total_rate("kvstore_client_puts_total", "result"), "{{result}}"),
                 unit="cps",
                 stacked=True,
@@ -197,7 +200,7 @@ def _bandwidth() -> Row:
             ),
             lines(
                 "Bandwidth of a call",
-                "Bytes over the time in calls: what the way to the store gives.",
+                "Bytes over the time in calls: what the path to the store gives.",
                 Query(f"{put_bytes} / {put_seconds}", "push"),
                 Query(f"{pulled} / {_ALL.total_rate('decode_pull_seconds_sum')}", "pull"),
                 unit="Bps",
@@ -205,14 +208,14 @@ def _bandwidth() -> Row:
             ),
             lines(
                 "Time of a pull",
-                "All layer groups of a few blocks.",
+                "One read by a decode instance: all layers of a few blocks.",
                 *(Query(_ALL.quantile(share, "decode_pull_seconds"), f"p{share * 100:g}") for share in (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
-                "Exposed: hand-off",
-                "Prefill completed to decode holding all KV, as conductors see it. Milliseconds, whatever the length.",
+                "Exposed latency: hand-off",
+                "End of prefill to decode holding all KV cache. Milliseconds, however long the prompt is.",
                 *(
                     Query(_ALL.quantile(share, "conductor_handoff_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.9, 0.99)
@@ -221,8 +224,8 @@ def _bandwidth() -> Row:
                 width=8,
             ),
             lines(
-                "Exposed: tail of the push",
-                "First token to everything of the prompt sealed.",
+                "Exposed latency: tail of the push",
+                "First token to all KV cache of the prompt in the store.",
                 *(
                     Query(_ALL.quantile(share, "prefill_tail_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.9, 0.99)
@@ -231,8 +234,8 @@ def _bandwidth() -> Row:
                 width=8,
             ),
             lines(
-                "Exposed: back-pressure",
-                "Time that a step with KV to be put waited for the puts before it, mean over all steps.",
+                "Exposed latency: back-pressure",
+                "How long a prefill step waited because earlier ones were still being written, mean over all steps.",
                 Query(
                     f"{_ALL.total_rate('prefill_put_wait_seconds_total')} / {_ALL.total_rate('prefill_stage_steps_total')}",
                     "per step",
@@ -241,8 +244,8 @@ def _bandwidth() -> Row:
                 width=8,
             ),
             heat(
-                "Hand-off",
-                "Observations per second by bucket.",
+                "Hand-off, distribution",
+                "Requests per second by how long the hand-off took.",
                 _ALL.buckets("conductor_handoff_seconds"),
                 unit="s",
                 width=24,
@@ -257,21 +260,21 @@ def _leaving() -> Row:
         panels=(
             lines(
                 "Evicted blocks",
-                "Sealed blocks dropped for room, per second.",
+                "Blocks dropped for room per second, by store process.",
                 Query(_ALL.rate("kvstore_evicted_blocks_total")),
-                unit="none",
+                unit="cps",
                 width=8,
             ),
             lines(
                 "Objects on their way out",
-                "Leases of readers hold them for seconds, not minutes.",
+                "Evicted, but still being read, by store process. For seconds, not minutes.",
                 Query(_ALL.select("kvstore_objects_to_remove")),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
                 "Expired and misplaced",
-                "Reservations that nobody renewed; sealed objects found in another host's segment. Per second.",
+                "Per second: reservations that nobody renewed (a conductor died or hung); objects that landed on another host.",
                 Query(_ALL.total_rate("kvstore_expired_reservations_total"), "reservations expired"),
                 Query(_ALL.total_rate("kvstore_misplaced_objects_total"), "objects misplaced"),
                 unit="cps",
@@ -287,24 +290,24 @@ def _copies() -> Row:
         panels=(
             lines(
                 "Replicated blocks",
-                "Copied from another host, per second, by the store process that copied.",
+                "Copied from another host per second, by the store process that copied.",
                 Query(_ALL.rate("kvstore_replicated_blocks_total")),
-                unit="none",
+                unit="cps",
                 width=8,
             ),
             lines(
                 "Copies of hot prefixes",
-                "By outcome, and blocks copied; the conductors order them.",
+                "Prefixes that many prompts share, copied to one more store: by outcome, and their blocks, per second.",
                 Query(_ALL.total_rate("conductor_hot_copies_total", "outcome"), "{{outcome}}"),
                 Query(_ALL.total_rate("conductor_hot_copied_blocks_total"), "blocks"),
                 unit="cps",
                 width=8,
             ),
             lines(
-                "Prefixes whose heat is known",
-                "By conductor.",
+                "Prefixes watched",
+                "Whose use is counted, to find those worth a copy, by conductor.",
                 Query(_ALL.select("conductor_hot_prefixes")),
-                unit="none",
+                unit="short",
                 width=8,
             ),
         ),
@@ -313,11 +316,11 @@ def _copies() -> Row:
 
 def _ssd() -> Row:
     return Row(
-        title="SSD (with kvstore.ssd_dir)",
+        title="SSD tier (with the setting kvstore.ssd_dir)",
         panels=(
             lines(
                 "Bytes on the SSD",
-                "Of segment files, and what they may take. 0: no SSD is set.",
+                "And what they may take. 0: there is no SSD tier.",
                 Query(optional(_ALL.total("kvstore_ssd_used_bytes")), "used"),
                 Query(optional(_ALL.total("kvstore_ssd_capacity_bytes")), "capacity"),
                 unit="bytes",
@@ -325,14 +328,14 @@ def _ssd() -> Row:
             ),
             lines(
                 "Blocks on the SSD",
-                "That can come back.",
+                "A prompt can hit them.",
                 Query(optional(_ALL.total("kvstore_ssd_blocks")), "blocks"),
-                unit="none",
+                unit="short",
                 width=6,
             ),
             lines(
                 "Blocks kept and not kept",
-                "Per second. not kept: evicted from the pool and not on the SSD. damaged: found damaged and forgotten.",
+                "Per second. not kept: evicted from memory without a copy on the SSD. damaged: failed the checksum, and forgotten.",
                 Query(optional(_ALL.total_rate("kvstore_ssd_kept_blocks_total")), "kept"),
                 Query(optional(_ALL.total_rate("kvstore_ssd_not_kept_blocks_total")), "not kept"),
                 Query(optional(_ALL.total_rate("kvstore_ssd_damaged_blocks_total")), "damaged"),
@@ -341,7 +344,7 @@ def _ssd() -> Row:
             ),
             lines(
                 "Wait for the SSD",
-                "Of reservations for blocks from the SSD; near 2 s: what does not come in time is computed.",
+                "By prompts, for blocks on the SSD. After 2 s they are computed instead.",
                 Query(optional(_ALL.quantile(0.5, "kvstore_ssd_promote_seconds")), "p50"),
                 Query(optional(_ALL.quantile(0.99, "kvstore_ssd_promote_seconds")), "p99"),
                 unit="s",
@@ -357,28 +360,28 @@ def _index() -> Row:
         panels=(
             lines(
                 "Blocks in the index",
-                "Summed over store nodes, by conductor. Drops when a store process restarts.",
+                "Known to each conductor, all store processes. Drops when one of them restarts.",
                 Query(_ALL.select("conductor_indexed_blocks")),
-                unit="none",
+                unit="short",
                 width=6,
             ),
             lines(
                 "Memory of the index",
-                "By conductor.",
+                "By conductor, about 20 bytes a block.",
                 Query(_ALL.select("conductor_index_bytes")),
                 unit="bytes",
                 width=6,
             ),
             lines(
-                "Store nodes behind",
-                "Above 0 for more than seconds: a store process answers no snapshots.",
+                "Stores not indexed",
+                "Store processes whose blocks are not all known. Above 0 for more than seconds: one does not answer.",
                 Query(_ALL.select("conductor_index_nodes_behind")),
-                unit="none",
+                unit="short",
                 width=6,
             ),
             lines(
                 "Snapshots read",
-                "By reason; gap beyond starts and outages of Redis: events get lost.",
+                "Full lists of blocks read from store processes, by reason. gap: events were lost.",
                 Query(_ALL.total_rate("conductor_index_snapshots_total", "reason"), "{{reason}}"),
                 unit="cps",
                 width=6,

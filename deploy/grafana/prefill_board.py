@@ -24,13 +24,17 @@ _PARTS = (
     ("idle", "prefill_stage_idle_seconds_total"),
 )
 """What the time of a stage in a complete group adds up from (docs/metrics.md)."""
+_WAITS = (*_PARTS[1:4], ("wait to send", "prefill_stage_wait_send_seconds_total"))
 
 
 def board() -> Board:
     return Board(
         name="prefill",
         title="Moontide / Prefill",
-        description="Occupancy of the pipelines, bubbles by kind, the chunk plan and how well it is predicted, queues, copies.",
+        description=(
+            "Prefill groups: the stages of a group compute a prompt chunk by chunk, as a pipeline. How busy they are, where they wait, "
+            "how prompts are cut, what is in the queue."
+        ),
         variables=(label_values("instance", "Process", "prefill_stage_steps_total"),),
         rows=(_now(), _pipeline(), _plan(), _prediction(), _queue(), _prefixes(), _push()),
     )
@@ -45,7 +49,7 @@ def _now() -> Row:
         panels=(
             number(
                 "Stages in a complete group",
-                "Share of the stage processes.",
+                "Below 100%: a group has lost a stage and takes no prompts.",
                 f"avg({_ONE.select('prefill_group_complete')})",
                 unit="percentunit",
                 bad_below=1,
@@ -53,32 +57,37 @@ def _now() -> Row:
             ),
             number(
                 "Bubble share",
-                "Of the time in which a group had steps in flight. Best possible: (P - 1) / (m + P - 1) for m "
-                "chunks on P stages.",
+                "Of the time in which a group had work: stages computed nothing.",
                 f"{bubble} / ({bubble} + {busy})",
                 unit="percentunit",
                 width=4,
             ),
-            number("Prompts ended", "Per second.", _ONE.total_rate("prefill_requests_total"), unit="reqps", width=4),
+            number(
+                "Prompts ended",
+                "Per second, however they ended.",
+                _ONE.total_rate("prefill_requests_total"),
+                unit="reqps",
+                width=4,
+            ),
             number(
                 "Longest queue",
-                "Predicted time until the slowest stage of a group has done everything that is there.",
+                "Predicted time until a group has computed everything it was given.",
                 f"max({_ONE.select('prefill_queued_seconds')})",
                 unit="s",
                 width=4,
             ),
             number(
                 "Pages in use",
-                "Of all groups.",
+                "A page holds the KV cache of one block of tokens. All groups.",
                 f"1 - {_ONE.total('prefill_free_pages')} / {_ONE.total('prefill_num_pages')}",
                 unit="percentunit",
                 width=4,
             ),
             number(
-                "Objects whose put failed",
-                "After all attempts, in the last hour: the pool is full beyond its accounting, or the store is gone.",
+                "Failed writes to the store",
+                "Objects given up in the last hour: the store is full or gone.",
                 f"sum(increase({_ONE.select('prefill_puts_failed_total')}[1h]))",
-                unit="none",
+                unit="short",
                 bad_above=0.5,
                 width=4,
             ),
@@ -92,7 +101,7 @@ def _pipeline() -> Row:
         panels=(
             lines(
                 "Where the time of the stages goes",
-                "Mean over the stages; adds up to 1 in a complete group.",
+                "Mean over the stages; adds up to 100% while groups are complete.",
                 *(Query(f"avg({_ONE.rate(counter)})", part) for part, counter in _PARTS),
                 unit="percentunit",
                 stacked=True,
@@ -100,35 +109,30 @@ def _pipeline() -> Row:
             ),
             lines(
                 "Occupancy by stage",
-                "Share of the time in forwards. Uneven stages: moontide status, prefill.layer_split.",
+                "Share of the time in which the stage computes. Uneven: see moontide status and the setting prefill.layer_split.",
                 Query(_ONE.rate("prefill_stage_busy_seconds_total")),
                 unit="percentunit",
                 top=1,
             ),
             lines(
                 "Bubbles by stage",
-                "Seconds a second in which the stage computed nothing while its group had steps in flight.",
+                "Share of time without work for the stage, though its group had some. At best (P - 1) / (m + P - 1): m chunks, P stages.",
                 Query(
                     _ONE.total_rate("prefill_bubble_seconds_total", "instance, stage"), "{{instance}} stage {{stage}}"
                 ),
                 unit="percentunit",
+                top=1,
             ),
             lines(
                 "Bubbles by kind",
-                "Seconds a second, all stages: hidden states are not here; the process gets too little CPU; the "
-                "link is slower"
-                "than the stage.",
-                Query(_ONE.total_rate("prefill_stage_wait_recv_seconds_total"), "wait for hidden states"),
-                Query(_ONE.total_rate("prefill_stage_overhead_seconds_total"), "overhead"),
-                Query(_ONE.total_rate("prefill_stage_wait_store_seconds_total"), "wait for the store"),
-                Query(_ONE.total_rate("prefill_stage_wait_send_seconds_total"), "wait to send"),
+                "Mean share of a stage's time: the stage before is not done; too little CPU; the store or the link is slow.",
+                *(Query(f"avg({_ONE.rate(counter)})", part) for part, counter in _WAITS),
                 unit="percentunit",
                 stacked=True,
             ),
             lines(
                 "Overhead of a step",
-                "Everything was there and the forward had not begun. Above 2 ms: too little CPU beside the "
-                "compute thread.",
+                "From all input there to the start of the computation. Above 2 ms: the process gets too little CPU.",
                 Query(
                     f"{_ONE.rate('prefill_stage_overhead_seconds_total')} / {_ONE.rate('prefill_stage_steps_total')}",
                 ),
@@ -136,10 +140,10 @@ def _pipeline() -> Row:
                 limits=(0.002,),
             ),
             lines(
-                "Epochs of the groups",
-                "Times a stage joined a group anew: a stage dies, or is too slow to answer.",
+                "Groups formed anew",
+                "In 15 minutes, by stage: a stage dies, or is too slow to answer.",
                 Query(f"increase({_ONE.select('prefill_group_epochs_total')}[15m])"),
-                unit="none",
+                unit="short",
             ),
         ),
     )
@@ -151,14 +155,14 @@ def _plan() -> Row:
         panels=(
             heat(
                 "Tokens of a step",
-                "Steps per second by their tokens.",
+                "A step is one chunk, or several short ones together. Steps per second by their tokens.",
                 _ONE.buckets("prefill_step_tokens"),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
                 "Planned time of a step",
-                "On the slowest stage.",
+                "As predicted, on the slowest stage.",
                 *(
                     Query(_ONE.quantile(share, "prefill_planned_step_seconds"), f"p{share * 100:g}")
                     for share in (0.5, 0.99)
@@ -168,28 +172,34 @@ def _plan() -> Row:
             ),
             lines(
                 "Prompts in a step",
-                "Mean. 1 with small steps: short prompts that nothing shares a step with.",
+                "Mean. 1 with small steps: short prompts come one by one.",
                 Query(_ONE.mean("prefill_step_chunks", "instance")),
                 unit="none",
                 width=8,
             ),
             lines(
-                "Steps and their depth",
-                "Forwards per second of all stages; micro-batches in flight.",
-                Query(_ONE.total_rate("prefill_stage_steps_total"), "forwards per second"),
+                "Steps in flight",
+                "Of all groups; a pipeline is full with one per stage. And steps computed per second, by all stages.",
                 Query(_ONE.total("prefill_in_flight_steps"), "in flight"),
-                unit="none",
+                Query(_ONE.total_rate("prefill_stage_steps_total"), "computed per second"),
+                unit="short",
                 width=8,
             ),
             lines(
                 "Tokens computed",
-                "Per second and stage process.",
+                "Prompt tokens per second, by stage process.",
                 Query(_ONE.rate("prefill_chunk_tokens_total")),
-                unit="none",
+                unit="si:tok/s",
                 width=8,
             ),
             latest_table(
-                "How the groups plan", "Mode, policy and chunking.", _ONE.select("prefill_plan_info"), width=8
+                "How the groups plan",
+                "What each group pipelines (mode), who comes first (policy), how prompts are cut (chunking).",
+                f"group by (instance, mode, policy, chunking) ({_ONE.select('prefill_plan_info')})",
+                unit="short",
+                columns={"instance": "Group", "mode": "Mode", "policy": "Policy", "chunking": "Chunking"},
+                hidden=("Value",),
+                width=8,
             ),
         ),
     )
@@ -202,15 +212,14 @@ def _prediction() -> Row:
         panels=(
             signed_lines(
                 "Error of a step",
-                "Predicted / measured - 1, by stage, median. Away from 0 for long: the machine is shared, or "
-                "slower than measured.",
+                "Predicted / measured - 1, median, by stage. Away from 0 for long: the machine is shared, or has become slower.",
                 Query(_ONE.quantile(0.5, "prefill_step_prediction_error", "stage"), "stage {{stage}}"),
                 unit="percentunit",
                 width=8,
             ),
             signed_lines(
                 "Error of a step, spread",
-                "Of all stages.",
+                "Predicted / measured - 1, all stages.",
                 *(
                     Query(_ONE.quantile(share, "prefill_step_prediction_error"), f"p{share * 100:g}")
                     for share in shares
@@ -220,7 +229,7 @@ def _prediction() -> Row:
             ),
             signed_lines(
                 "Error of a prompt",
-                "Predicted (alone in the group) / measured compute time - 1. Below 0: prompts waited for others.",
+                "Predicted, as if alone / measured compute time - 1. Below 0: prompts waited for others.",
                 *(
                     Query(_ONE.quantile(share, "prefill_prompt_prediction_error"), f"p{share * 100:g}")
                     for share in shares
@@ -237,44 +246,43 @@ def _queue() -> Row:
         title="Queue",
         panels=(
             lines(
-                "Requests",
-                "With pages, and without pages or room in the store.",
+                "Queue by priority",
+                "Requests without pages, or without room in the store, by priority; and those that are being computed.",
+                Query(_ONE.total("prefill_waiting_requests", "priority"), "waiting, {{priority}}"),
                 Query(_ONE.total("prefill_running_requests"), "running"),
-                Query(_ONE.total("prefill_waiting_requests"), "waiting"),
-                unit="none",
+                unit="short",
                 stacked=True,
                 width=8,
             ),
             lines(
                 "Predicted queue",
-                "What conductors route by.",
+                "Time until each group has computed everything it was given. Requests are routed by it.",
                 Query(_ONE.select("prefill_queued_seconds")),
                 unit="s",
                 width=8,
             ),
             lines(
                 "Queued tokens",
-                "Prompt tokens that no step has taken.",
+                "Prompt tokens that no step has taken yet.",
                 Query(_ONE.select("prefill_queued_tokens")),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
-                "Who gives way to whom",
-                "Prompts per second: let another one go first; gave up their pages; went first because they had waited "
-                "for prefill.starvation_s.",
+                "Preemptions",
+                "Per second: prompts that let another go first; that gave up their pages for it; steps of those that waited too long.",
                 Query(_ONE.total_rate("prefill_preemptions_total"), "preempted"),
-                Query(_ONE.total_rate("prefill_drops_total"), "dropped"),
-                Query(_ONE.total_rate("prefill_starved_steps_total"), "steps of starved prompts"),
+                Query(_ONE.total_rate("prefill_drops_total"), "gave up pages"),
+                Query(_ONE.total_rate("prefill_starved_steps_total"), "steps after too long a wait"),
                 unit="cps",
                 width=8,
             ),
             lines(
                 "Pages",
-                "Free and all, per group.",
+                "Room for KV cache, free and all, by group.",
                 Query(_ONE.select("prefill_free_pages"), "free {{instance}}"),
                 Query(_ONE.select("prefill_num_pages"), "all {{instance}}"),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
@@ -295,25 +303,25 @@ def _prefixes() -> Row:
         panels=(
             lines(
                 "Prefix hits",
-                "Prompt tokens per second that were not computed, and the part that was still in the pages.",
+                "Prompt tokens whose KV cache was there, and the part of them that was still in the group's own pages.",
                 Query(_ONE.total_rate("prefill_hit_tokens_total"), "hit"),
-                Query(_ONE.total_rate("prefill_page_hit_tokens_total"), "of these in pages"),
-                unit="none",
+                Query(_ONE.total_rate("prefill_page_hit_tokens_total"), "of these in own pages"),
+                unit="si:tok/s",
                 width=8,
             ),
             lines(
                 "Copies from other hosts",
-                "given up: the way between hosts is slower than predicted, or many copies want it at a time.",
+                "Prefixes per second. given up: they came too late; the network is slower than predicted, or many copies share it.",
                 Query(_ONE.total_rate("prefill_copies_total", "outcome"), "{{outcome}}"),
                 unit="cps",
                 stacked=True,
                 width=8,
             ),
             lines(
-                "Wait for copies and rewinds",
-                "Seconds a second that prompts with pages waited for their copy; hits that were shorter than promised.",
-                Query(_ONE.total_rate("prefill_copy_wait_seconds_total"), "wait for copies"),
-                Query(_ONE.total_rate("prefill_rewinds_total"), "rewinds per second"),
+                "Waits for copies, and lost hits",
+                "Mean number of prompts that wait for a copy; hits per second that turned out shorter, so that the rest was computed.",
+                Query(_ONE.total_rate("prefill_copy_wait_seconds_total"), "waiting for a copy"),
+                Query(_ONE.total_rate("prefill_rewinds_total"), "shorter hits per second"),
                 unit="none",
                 width=8,
             ),
@@ -323,29 +331,29 @@ def _prefixes() -> Row:
 
 def _push() -> Row:
     return Row(
-        title="Push",
+        title="Push: KV cache to the store",
         panels=(
             lines(
                 "Steps by push mode",
-                "at-end for long steps: a put call costs much, look at the way to the store.",
+                "layer-wise: written while later layers compute. at-end: after the step, because a write costs much.",
                 Query(_ONE.total_rate("prefill_pushes_total", "mode"), "{{mode}}"),
                 unit="cps",
                 stacked=True,
                 width=8,
             ),
             lines(
-                "Computed KV that waits for a put",
-                "Growing during a prompt: puts are slower than compute.",
+                "Computed KV cache not yet written",
+                "Growing during a prompt: the store is slower than the computation.",
                 Query(_ONE.select("prefill_put_waiting_bytes")),
                 unit="bytes",
                 width=8,
             ),
             lines(
-                "Pushes under way",
-                "Micro-batches whose objects are not all put, and objects of a call (mean).",
-                Query(_ONE.total("prefill_open_puts"), "open"),
+                "Writes under way",
+                "Steps whose KV cache is not all written, and the mean number of objects written by one call.",
+                Query(_ONE.total("prefill_open_puts"), "steps"),
                 Query(_ONE.mean("prefill_put_batch_objects"), "objects of a call"),
-                unit="none",
+                unit="short",
                 width=8,
             ),
         ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from deploy.grafana.promql import Scope, optional
-from deploy.grafana.style import Board, Query, Row, heat, lines, markdown, signed_lines, typed_in
+from deploy.grafana.promql import Scope
+from deploy.grafana.style import Board, Link, Query, Row, heat, lines, markdown, signed_lines, typed_in
 
+DRILL_DOWN = Link(
+    "Request drill-down", "/d/moontide-request?${__url_time_range}&${datasource:queryparam}&${namespace:queryparam}"
+)
 _ALL = Scope()
 _BAD = 'outcome!~"stop|length|cancelled"'
 _STORY = """
@@ -14,14 +17,14 @@ Every answer carries its id: `X-Request-Id` of its headers, `id` of its JSON. Th
 |---|---|
 | where did its time go? | [timeline as JSON](${conductor}/v1/timelines/${request_id}) |
 | the same as a picture, chunk x stage | `moontide timeline ${request_id} --address ${grpc_address}` |
-| the same as a trace for [Perfetto](https://ui.perfetto.dev) | the same command with `--out trace.json` |
+| the same as a trace | the same command with `--out trace.json`; open the file in the [trace viewer](${trace_viewer}) |
 | why did it go where it went, and what was expected? | `moontide explain ${request_id} --address ${grpc_address}` |
 | what do the logs say? | look for `${request_id}`: every line about a request has its id |
 """
 _STEPS = (
     ("whole: arrival to first token (conductor)", "conductor_ttft_seconds"),
     ("prefill: arrival at stage 0 to first token", "prefill_ttft_seconds"),
-    ("hand-off: prefill over to decode holding all KV", "conductor_handoff_seconds"),
+    ("hand-off: prefill over to decode holding all KV cache", "conductor_handoff_seconds"),
     ("decode: wait for pages", "decode_wait_pages_seconds"),
     ("decode: step", "decode_step_seconds"),
 )
@@ -38,13 +41,14 @@ def board() -> Board:
                 "conductor", "Conductor (HTTP)", "Where a browser reaches the conductor.", "http://127.0.0.1:8000"
             ),
             typed_in("grpc_address", "Conductor (gRPC)", "Where the command line reaches it.", "127.0.0.1:8001"),
+            typed_in("trace_viewer", "Trace viewer", "Page that opens Chrome traces.", "https://ui.perfetto.dev"),
         ),
         rows=(_one(), _parts(), _heatmaps()),
     )
 
 
 def _one() -> Row:
-    return Row(title="One request", panels=(markdown("Request ${request_id}", _STORY.strip()),))
+    return Row(title="One request", panels=(markdown("Request ${request_id}", _STORY.strip(), height=7),))
 
 
 def _parts() -> Row:
@@ -54,7 +58,7 @@ def _parts() -> Row:
         panels=(
             lines(
                 "Mean of each part",
-                "What a request of the time shown should look like.",
+                "Where the time of a usual request goes.",
                 *(Query(_ALL.mean(histogram), part) for part, histogram in _STEPS),
                 unit="s",
             ),
@@ -65,17 +69,15 @@ def _parts() -> Row:
                 unit="s",
             ),
             signed_lines(
-                "Front door",
-                "Mean TTFT beyond that of stage 0: tokenizing, queueing at the conductor, the network. Below 0 "
-                "while decode instances"
-                "compute short prompts.",
-                Query(front_door, "front door"),
+                "Time before prefill",
+                "Mean TTFT less that of stage 0: tokenizing, queue, network. Below 0 while decode instances compute prompts.",
+                Query(front_door, "before prefill"),
                 unit="s",
             ),
             lines(
-                "Requests that ended badly",
+                "Failed requests",
                 "By the name of the error.",
-                Query(optional(_ALL.total_rate("conductor_requests_total", "outcome", _BAD)), "{{outcome}}"),
+                Query(_ALL.total_rate("conductor_requests_total", "outcome", _BAD), "{{outcome}}"),
                 unit="reqps",
             ),
         ),
@@ -84,17 +86,14 @@ def _parts() -> Row:
 
 def _heatmaps() -> Row:
     shown = (
-        ("TTFT", "conductor_ttft_seconds"),
-        ("Prefill", "prefill_ttft_seconds"),
-        ("TBT", "conductor_tbt_seconds"),
-        ("Hand-off", "conductor_handoff_seconds"),
-        ("Pull", "decode_pull_seconds"),
-        ("Push tail", "prefill_tail_seconds"),
+        ("TTFT", "Arrival to first token.", "conductor_ttft_seconds"),
+        ("Prefill", "Arrival at the first stage to first token.", "prefill_ttft_seconds"),
+        ("TBT", "Time between two tokens of a request.", "conductor_tbt_seconds"),
+        ("Hand-off", "Prefill over to decode holding all KV cache.", "conductor_handoff_seconds"),
+        ("Pull", "One read of KV cache from the store.", "decode_pull_seconds"),
+        ("Push tail", "First token to all KV cache of the prompt in the store.", "prefill_tail_seconds"),
     )
     return Row(
         title="Distributions",
-        panels=[
-            heat(title, "Observations per second by bucket.", _ALL.buckets(histogram), unit="s")
-            for title, histogram in shown
-        ],
+        panels=[heat(title, description, _ALL.buckets(histogram), unit="s") for title, description, histogram in shown],
     )

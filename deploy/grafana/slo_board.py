@@ -2,36 +2,78 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from deploy.grafana.promql import Scope
+from deploy.grafana.request_board import DRILL_DOWN
 from deploy.grafana.style import Board, Query, Row, choice, heat, latest_table, lines, number, signed_lines
+from deploy.prometheus.rules import BURNS, DEFAULT_SLOS, Slo, le_of
 
 _ALL = Scope()
-_TTFT, _TBT = "conductor_ttft_seconds", "conductor_tbt_seconds"
 TTFT_BOUNDS = ("0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "20.0", "40.0", "80.0", "160.0")
 TBT_BOUNDS = ("0.02", "0.04", "0.08", "0.15", "0.25", "0.5", "1.0")
 """Borders of buckets, as they are written on the wire: only there the share of what is within the bound is exact."""
+OBJECTIVES = ("0.9", "0.95", "0.99", "0.995", "0.999")
+_PAGE = BURNS[0].pairs
+"""(long window, short window, burn rate) of the alerts that call somebody."""
 _BURN_WINDOWS = ("5m", "30m", "1h", "6h")
-_FAST_BURN, _SLOW_BURN = 14.4, 6.0
-"""2 % of a 30 days' budget in an hour, 5 % in six hours. Source: Google, The Site Reliability Workbook, chapter 5."""
+_WHAT = {"ttft": "TTFT, time to first token", "tbt": "TBT, time between tokens (ITL)"}
 
 
 def board() -> Board:
     return Board(
         name="slo",
         title="Moontide / SLO overview",
-        description="TTFT and TBT against their bounds, how fast the error budget burns, what is refused and why.",
-        variables=(
-            choice("ttft_slo", "TTFT bound (s)", "What a first token may take.", TTFT_BOUNDS, "2.5"),
-            choice("tbt_slo", "TBT bound (s)", "What may lie between two tokens.", TBT_BOUNDS, "0.15"),
-            choice(
-                "objective",
-                "Objective",
-                "Share that has to be within the bound.",
-                ("0.9", "0.95", "0.99", "0.995", "0.999"),
-                "0.99",
-            ),
+        description=(
+            "Time to first token (TTFT) and time between tokens (TBT) against their bounds, how fast the error budget burns, "
+            "what is refused and why."
         ),
-        rows=(_now(), _latency("TTFT", _TTFT, "$ttft_slo"), _latency("TBT", _TBT, "$tbt_slo"), _refused(), _traffic()),
+        variables=[
+            variable
+            for slo, bounds in zip(DEFAULT_SLOS, (TTFT_BOUNDS, TBT_BOUNDS), strict=True)
+            for variable in _chosen(slo, bounds)
+        ],
+        rows=(_now(), *(_latency(slo) for slo in DEFAULT_SLOS), _refused(), _traffic()),
+    )
+
+
+def _chosen(slo: Slo, bounds: tuple[str, ...]) -> tuple[Any, Any]:
+    name = slo.name.upper()
+    return (
+        choice(
+            f"{slo.name}_slo",
+            f"{name} bound (s)",
+            f"How long one of the {slo.counted} may take.",
+            bounds,
+            le_of(slo.bound_s),
+        ),
+        choice(
+            f"{slo.name}_objective",
+            f"{name} objective",
+            "Share that has to be within the bound.",
+            OBJECTIVES,
+            f"{slo.objective:g}",
+        ),
+    )
+
+
+def _within(slo: Slo, window: str) -> Any:
+    return number(
+        f"{slo.name.upper()} within bound",
+        f"Share of the {slo.counted} of the last {window}.",
+        _ALL.share_within(slo.metric, f"${slo.name}_slo", window),
+        unit="percentunit",
+        bad_below=slo.objective,
+    )
+
+
+def _burn(slo: Slo, window: str, most: float) -> Any:
+    return number(
+        f"{slo.name.upper()} burn rate, {window}",
+        f"At 1 the error budget just lasts. Red from {most:g}.",
+        _ALL.burn_rate(slo.metric, f"${slo.name}_slo", f"${slo.name}_objective", window),
+        unit="none",
+        bad_above=most,
     )
 
 
@@ -41,40 +83,14 @@ def _now() -> Row:
     return Row(
         title="Now",
         panels=(
-            number(
-                "TTFT within bound",
-                "Share of first tokens of the last hour.",
-                _ALL.share_within(_TTFT, "$ttft_slo", "1h"),
-                unit="percentunit",
-                bad_below=0.99,
-            ),
-            number(
-                "TBT within bound",
-                "Share of the gaps between tokens of the last hour.",
-                _ALL.share_within(_TBT, "$tbt_slo", "1h"),
-                unit="percentunit",
-                bad_below=0.99,
-            ),
-            number(
-                "TTFT burn rate, 1 h",
-                "1: the error budget lasts exactly as long as its period.",
-                _ALL.burn_rate(_TTFT, "$ttft_slo", "$objective", "1h"),
-                unit="none",
-                bad_above=_FAST_BURN,
-            ),
-            number(
-                "TBT burn rate, 1 h",
-                "1: the error budget lasts exactly as long as its period.",
-                _ALL.burn_rate(_TBT, "$tbt_slo", "$objective", "1h"),
-                unit="none",
-                bad_above=_FAST_BURN,
-            ),
+            *(_within(slo, "1h") for slo in DEFAULT_SLOS),
+            *(_burn(slo, _PAGE[0][0], _PAGE[0][2]) for slo in DEFAULT_SLOS),
             number("Requests ended", "Per second, however they ended.", ended, unit="reqps"),
             number("Requests refused", "Per second, before any work.", refused, unit="reqps"),
-            number("Requests in work", "At all conductors.", _ALL.total("conductor_active_requests"), unit="none"),
+            number("Requests in work", "At all conductors.", _ALL.total("conductor_active_requests"), unit="short"),
             number(
                 "Registry connected",
-                "0: a conductor routes on the last known state, because Redis or Valkey is away.",
+                "0: Redis is away; routing uses the last known state.",
                 f"min({_ALL.select('conductor_registry_connected')})",
                 unit="none",
                 bad_below=1,
@@ -83,42 +99,45 @@ def _now() -> Row:
     )
 
 
-def _latency(name: str, histogram: str, bound: str) -> Row:
+def _latency(slo: Slo) -> Row:
+    name, bound, objective = slo.name.upper(), f"${slo.name}_slo", f"${slo.name}_objective"
+    pages = "; ".join(f"{factor:g}: alert, with {long} and {short}" for long, short, factor in _PAGE)
     return Row(
-        title=name,
+        title=_WHAT[slo.name],
         panels=(
             lines(
                 f"{name} attainment",
-                "Share within the bound, and the objective.",
-                Query(_ALL.share_within(histogram, bound), "within the bound"),
-                Query("vector($objective)", "objective"),
+                f"Share of the {slo.counted} within the bound, and the objective.",
+                Query(_ALL.share_within(slo.metric, bound), "within the bound"),
+                Query(f"vector({objective})", "objective"),
                 unit="percentunit",
                 top=1,
                 width=8,
+                links=(DRILL_DOWN,),
             ),
             lines(
                 f"{name} burn rate",
-                "How many times faster than the objective allows the bound is missed. Lines: 14.4 (page, with 1 h "
-                "and 5 m) and 6 (page,"
-                "with 6 h and 30 m).",
-                *(Query(_ALL.burn_rate(histogram, bound, "$objective", window), window) for window in _BURN_WINDOWS),
+                f"Misses over what the objective allows, by window. {pages}.",
+                *(Query(_ALL.burn_rate(slo.metric, bound, objective, window), window) for window in _BURN_WINDOWS),
                 unit="none",
-                limits=(_SLOW_BURN, _FAST_BURN),
+                limits=sorted(factor for _, _, factor in _PAGE),
                 width=8,
             ),
             lines(
                 f"{name} quantiles",
                 "Of all conductors together.",
-                *(Query(_ALL.quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99)),
+                *(Query(_ALL.quantile(share, slo.metric), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
+                links=(DRILL_DOWN,),
             ),
             heat(
                 f"{name} distribution",
-                "Observations per second by bucket.",
-                _ALL.buckets(histogram),
+                f"How many of the {slo.counted} took how long, per second.",
+                _ALL.buckets(slo.metric),
                 unit="s",
                 width=24,
+                links=(DRILL_DOWN,),
             ),
         ),
     )
@@ -130,8 +149,7 @@ def _refused() -> Row:
         panels=(
             lines(
                 "Refused by reason",
-                "ttft_slo: add prefill groups. tbt_slo: add decode instances. tenant_limit: that tenant sends too "
-                "much.",
+                "ttft_slo, tbt_slo: the bound is out of reach; add prefill groups, or decode instances. tenant_limit: sends too much.",
                 Query(_ALL.total_rate("conductor_rejected_total", "reason"), "{{reason}}"),
                 unit="reqps",
                 stacked=True,
@@ -139,7 +157,7 @@ def _refused() -> Row:
             ),
             lines(
                 "Refused by tenant",
-                "Before any work.",
+                "Requests refused before any work, by who sent them.",
                 Query(_ALL.total_rate("conductor_rejected_total", "tenant"), "{{tenant}}"),
                 unit="reqps",
                 stacked=True,
@@ -147,27 +165,31 @@ def _refused() -> Row:
             ),
             latest_table(
                 "Refused in the time shown",
-                "By reason and tenant.",
-                f"sum by (reason, tenant) (increase({_ALL.select('conductor_rejected_total')}[$__range]))",
+                "Requests by reason and tenant.",
+                f"round(sum by (reason, tenant) (increase({_ALL.select('conductor_rejected_total')}[$__range]))) > 0",
+                unit="short",
+                columns={"reason": "Reason", "tenant": "Tenant", "Value": "Requests"},
                 width=8,
             ),
             lines(
-                "Queue of the conductors",
+                "Queue at the conductors, by priority",
                 "Requests that wait for their turn because every prefill group has enough work ahead.",
-                Query(_ALL.total("conductor_queued_requests"), "requests"),
-                unit="none",
+                Query(_ALL.total("conductor_queued_requests", "priority"), "{{priority}}"),
+                unit="short",
+                stacked=True,
                 width=8,
             ),
             lines(
-                "Queue of the conductors in seconds",
-                "Predicted prefill time of what waits.",
-                Query(_ALL.total("conductor_queued_seconds"), "seconds of prefill"),
+                "Work queued at the conductors, by priority",
+                "Predicted prefill time of the requests that wait for their turn.",
+                Query(_ALL.total("conductor_queued_seconds", "priority"), "{{priority}}"),
                 unit="s",
+                stacked=True,
                 width=8,
             ),
             lines(
                 "Prefill time by tenant",
-                "Predicted seconds of prefill that were dispatched, per second: the shares that tenants get.",
+                "Predicted seconds of prefill that were handed out, per second: the shares that tenants get.",
                 Query(_ALL.total_rate("conductor_tenant_work_seconds_total", "tenant"), "{{tenant}}"),
                 unit="none",
                 stacked=True,
@@ -183,15 +205,15 @@ def _traffic() -> Row:
         panels=(
             lines(
                 "Requests by outcome",
-                "stop, length and cancelled are well; everything else is the name of an error.",
+                "stop, length: answered. cancelled: by the client. Everything else is the name of an error.",
                 Query(_ALL.total_rate("conductor_requests_total", "outcome"), "{{outcome}}"),
                 unit="reqps",
                 stacked=True,
                 width=8,
             ),
             lines(
-                "Attempts after the first",
-                "By the error that caused them: nodes or blocks were lost.",
+                "Retries",
+                "Attempts after the first, by the error that caused them: nodes or cached blocks were lost.",
                 Query(_ALL.total_rate("conductor_retries_total", "reason"), "{{reason}}"),
                 unit="reqps",
                 width=8,
@@ -200,29 +222,29 @@ def _traffic() -> Row:
                 "Tokens",
                 "Per second: of accepted prompts, of these from the cache, and sent to clients.",
                 Query(_ALL.total_rate("conductor_prompt_tokens_total"), "prompt"),
-                Query(_ALL.total_rate("conductor_prefix_hit_tokens_total"), "of these not computed"),
+                Query(_ALL.total_rate("conductor_prefix_hit_tokens_total"), "of these from the cache"),
                 Query(_ALL.total_rate("conductor_output_tokens_total"), "output"),
-                unit="none",
+                unit="si:tok/s",
                 width=8,
             ),
             lines(
                 "Nodes",
-                "Alive in the registry, by role; the conductor that sees most.",
+                "Alive in the registry, by role, as the conductor sees it that sees most.",
                 Query(f"max by (role) ({_ALL.select('conductor_nodes')})", "{{role}}"),
-                unit="none",
+                unit="short",
                 width=8,
             ),
             lines(
                 "Load of the pools",
-                "Predicted time over the SLO, or how full. Above 1 for long: too few nodes of that role.",
+                "Prefill: queue over the TTFT bound; decode: step over the TBT bound, or how full. Above 1 for long: too few nodes.",
                 Query(f"max by (role) ({_ALL.select('conductor_role_load')})", "{{role}}"),
                 unit="none",
                 limits=(1,),
                 width=8,
             ),
             lines(
-                "Roles",
-                "Nodes that should take a role, and orders to take it.",
+                "Changes of role",
+                "Nodes that should switch between prefill and decode, and orders to switch, per second.",
                 Query(_ALL.total_rate("conductor_role_proposals_total", "role"), "proposed: {{role}}"),
                 Query(_ALL.total_rate("conductor_role_switches_total", "role, outcome"), "{{outcome}}: {{role}}"),
                 unit="cps",
@@ -230,7 +252,7 @@ def _traffic() -> Row:
             ),
             signed_lines(
                 "Error of predicted TTFT",
-                "(predicted - actual) / actual, dispatch to first token. Admission is as wrong as this.",
+                "(predicted - actual) / actual, dispatch to first token. What is refused is as wrong as this.",
                 *_error_quantiles("conductor_ttft_prediction_error_ratio"),
                 unit="percentunit",
                 width=8,
@@ -244,7 +266,7 @@ def _traffic() -> Row:
             ),
             lines(
                 "Requests with an idempotency key",
-                "How they were answered; taken_over: conductors die or do not reach each other.",
+                "How they were answered. taken_over: the conductor that had it died or was not reached.",
                 Query(_ALL.total_rate("conductor_keyed_requests_total", "how"), "{{how}}"),
                 unit="reqps",
                 width=8,

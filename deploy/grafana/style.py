@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,14 @@ _SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 class Query:
     expr: str
     legend: str = "{{instance}}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Offered where a value is clicked on."""
+
+    title: str
+    url: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,48 +69,56 @@ def lines(
     unit: str,
     width: int = 12,
     stacked: bool = False,
+    low: float | None = 0,
     top: float | None = None,
     limits: Sequence[float] = (),
+    links: Sequence[Link] = (),
 ) -> Any:
-    """Values over time. `limits` are drawn as dashed lines."""
+    """Values over time. `low`, `top`: where the axis begins and ends at the latest; None: at the values. `limits` are dashed lines."""
+    legend = (
+        common_builders.VizLegendOptions()
+        .display_mode(common.LegendDisplayMode.TABLE)
+        .placement(common.LegendPlacement.BOTTOM)
+        .show_legend(True)
+        .calcs(["mean", "max", "lastNotNull"])
+    )
+    if any("{{" in query.legend for query in queries):
+        legend = legend.sort_by("Max").sort_desc(True)
     panel = (
         timeseries.Panel()
         .title(title)
         .description(description)
         .datasource(_SOURCE)
         .unit(unit)
-        .min(0)
         .span(width)
         .height(_HEIGHT)
         .line_width(1)
-        .fill_opacity(25 if stacked else 8)
+        .fill_opacity(_fill_opacity(stacked, queries))
         .show_points(common.VisibilityMode.NEVER)
-        .legend(
-            common_builders.VizLegendOptions()
-            .display_mode(common.LegendDisplayMode.TABLE)
-            .placement(common.LegendPlacement.BOTTOM)
-            .show_legend(True)
-            .calcs(["mean", "max", "lastNotNull"])
-        )
+        .legend(legend)
         .tooltip(
             common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
         )
     )
     if stacked:
         panel = panel.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
+    if low is not None:
+        panel = panel.min(low)
     if top is not None:
         panel = panel.max(top)
+    if links:
+        panel = panel.data_links([_link(link) for link in links])
     if limits:
         colors = ("orange", "red")
         panel = panel.thresholds(_thresholds(zip(limits, colors, strict=False))).thresholds_style(
-            common_builders.GraphThresholdsStyleConfig().mode(common.GraphTresholdsStyleMode.DASHED)
+            common_builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
         )
     return _with_targets(panel, queries)
 
 
 def signed_lines(title: str, description: str, *queries: Query, unit: str, width: int = 12) -> Any:
     """Values over time that may be below 0, such as errors of predictions."""
-    return lines(title, description, *queries, unit=unit, width=width).min(-1)
+    return lines(title, description, *queries, unit=unit, width=width, low=None)
 
 
 def number(
@@ -138,7 +154,7 @@ def number(
     return _with_targets(panel, [Query(expr, "")])
 
 
-def heat(title: str, description: str, expr: str, *, unit: str, width: int = 12) -> Any:
+def heat(title: str, description: str, expr: str, *, unit: str, width: int = 12, links: Sequence[Link] = ()) -> Any:
     """Observations over time by bucket of a histogram."""
     panel = (
         heatmap.Panel()
@@ -159,19 +175,45 @@ def heat(title: str, description: str, expr: str, *, unit: str, width: int = 12)
         )
         .filter_values(heatmap.FilterValueRange().le(1e-9))
         .y_axis(heatmap.YAxisConfig().unit(unit))
-        .show_tooltip()
+        .mode(common.TooltipDisplayMode.SINGLE)
     )
+    if links:
+        panel = panel.data_links([_link(link) for link in links])
     query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A").range()
     return panel.with_target(query.format(PromQueryFormat.HEATMAP))
 
 
-def latest_table(title: str, description: str, expr: str, *, width: int = 12) -> Any:
-    """Label sets and their value now."""
-    panel = table.Panel().title(title).description(description).datasource(_SOURCE).span(width).height(_HEIGHT)
+def latest_table(
+    title: str,
+    description: str,
+    expr: str,
+    *,
+    unit: str,
+    columns: Mapping[str, str],
+    hidden: Sequence[str] = (),
+    width: int = 12,
+) -> Any:
+    """Label sets and their value now. `columns`: title of each label that is shown, and of `Value`; `hidden`: what else comes along."""
+    panel = (
+        table.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .span(width)
+        .height(_HEIGHT)
+        .show_header(True)
+        .frame_index(0)
+    )
     query = prometheus.Dataquery().expr(expr).ref_id("A").instant().format(PromQueryFormat.TABLE)
     return panel.with_target(query).with_transformation(
         dashboard.DataTransformerConfig(
-            id_val="organize", options={"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": {}}
+            id_val="organize",
+            options={
+                "excludeByName": dict.fromkeys(["Time", *hidden], True),
+                "indexByName": {name: idx for idx, name in enumerate(columns)},
+                "renameByName": dict(columns),
+            },
         )
     )
 
@@ -268,6 +310,17 @@ def render(board: Board) -> str:
             panel_id += 1
             builder = builder.with_panel(panel.id(panel_id))
     return json.dumps(builder.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+
+
+def _fill_opacity(stacked: bool, queries: Sequence[Query]) -> int:
+    """Areas of lines that cross each other hide more than they show."""
+    if stacked:
+        return 25
+    return 8 if len(queries) == 1 and "{{" not in queries[0].legend else 0
+
+
+def _link(link: Link) -> Any:
+    return boards.DashboardLink(link.title).type(dashboard.DashboardLinkType.LINK).url(link.url)
 
 
 def _with_targets(panel: Any, queries: Sequence[Query]) -> Any:

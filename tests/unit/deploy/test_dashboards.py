@@ -10,6 +10,7 @@ import pytest
 
 from deploy.grafana.declared import Metric, declared_metrics
 from deploy.grafana.queries import default_values, load_dashboards, panel_queries, panels
+from deploy.prometheus.rules import DEFAULT_SLOS
 from moontide.metrics import LATENCY_BUCKETS_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -88,6 +89,57 @@ def test_bounds_of_the_slo_board_are_borders_of_buckets() -> None:
             assert {option["value"] for option in variable["options"]} <= borders
 
 
+def test_slo_board_begins_with_the_bounds_and_objectives_of_the_alerts() -> None:
+    values = default_values(BOARDS["slo"])
+    for slo in DEFAULT_SLOS:
+        assert float(values[f"{slo.name}_slo"]) == slo.bound_s
+        assert float(values[f"{slo.name}_objective"]) == slo.objective
+
+
+def test_each_dashboard_shows_what_it_is_for() -> None:
+    needed = {  # (metric, label it is split by)
+        "slo": {("conductor_ttft_seconds_bucket", ""), ("conductor_tbt_seconds_bucket", ""), ("conductor_rejected_total", "reason")},
+        "prefill": {
+            ("prefill_stage_busy_seconds_total", ""),
+            ("prefill_bubble_seconds_total", "stage"),
+            ("prefill_step_tokens_bucket", "le"),
+            ("prefill_step_prediction_error_bucket", "stage"),
+            ("prefill_waiting_requests", "priority"),
+        },
+        "kvstore": {
+            ("kvstore_used_bytes", ""),
+            ("prefill_page_hit_tokens_total", ""),
+            ("kvstore_ssd_hit_blocks_total", ""),
+            ("prefill_put_bytes_total", ""),
+            ("decode_pulled_bytes_total", ""),
+            ("conductor_handoff_seconds_bucket", ""),
+            ("kvstore_evicted_blocks_total", ""),
+            ("kvstore_replicated_blocks_total", ""),
+        },
+        "decode": {
+            ("decode_step_requests_bucket", "le"),
+            ("conductor_tbt_seconds_bucket", ""),
+            ("decode_requests_total", "outcome"),
+            ("decode_free_pages", ""),
+        },
+        "request": {("conductor_ttft_seconds_bucket", "le"), ("decode_pull_seconds_bucket", "le")},
+    }  # fmt: skip
+    for name, wanted in needed.items():
+        for metric, label in wanted:
+            asked = [expr for _, expr in queries_of(name) if metric in metrics_in(expr)]
+            assert any(not label or label in ",".join(GROUPED.findall(expr)) for expr in asked), (name, metric, label)
+
+
+def test_latencies_of_the_slo_board_lead_to_the_drill_down() -> None:
+    linked = {
+        panel["title"]
+        for panel in panels(BOARDS["slo"])
+        for link in panel.get("fieldConfig", {}).get("defaults", {}).get("links", ())
+        if f"/d/{BOARDS['request']['uid']}?" in link["url"]
+    }
+    assert {"TTFT distribution", "TBT distribution", "TTFT attainment", "TBT attainment"} <= linked
+
+
 @pytest.mark.parametrize("name", BOARDS)
 def test_panels_say_what_they_show_and_do_not_overlap(name: str) -> None:
     cells: set[tuple[int, int]] = set()
@@ -114,6 +166,8 @@ def test_every_declared_metric_is_on_a_dashboard() -> None:
 
 
 def test_the_scan_of_the_source_finds_what_a_process_exposes() -> None:
+    from functools import partial
+
     from prometheus_client import CollectorRegistry
 
     from conductor.metrics import ConductorMetrics
@@ -121,7 +175,14 @@ def test_the_scan_of_the_source_finds_what_a_process_exposes() -> None:
     from prefill_node.metrics import GroupMetrics, StageMetrics
 
     registry = CollectorRegistry()
-    for parts in (ConductorMetrics, ClientMetrics, SsdMetrics, StoreMetrics, GroupMetrics, StageMetrics):
+    for parts in (
+        ConductorMetrics,
+        ClientMetrics,
+        SsdMetrics,
+        StoreMetrics,
+        partial(GroupMetrics, num_stages=2),
+        StageMetrics,
+    ):
         parts(registry)
     exposed = {(family.name, family.type) for family in registry.collect()}
     assert exposed <= {(metric.name, metric.kind) for metric in DECLARED.values()}
