@@ -3,7 +3,9 @@
 1. The built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, in turn, so that a slow
    moment hits both. A stage process has one compute thread: two stages are two "nodes". One cluster is up at a time: an idle one
    beside it would take its few per cent from the side that uses both cores.
-2. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
+2. What the machine allows: two clusters with one stage each, side by side, each with a 32k prompt of its own. They share nothing but the
+   machine, and still each is slower than alone; twice the time alone over the time side by side is what two stages could reach at best.
+3. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
 
 Each cluster first gets a prompt of a quarter of the length, which is left out. A series in which other programs used more than 5 %
 of the CPU is repeated.
@@ -132,6 +134,25 @@ def compare(
     return series
 
 
+def side_by_side_s(
+    settings: Sequence[str], take: Callable[[int], Sequence[int]], *, num_tokens: int, runs: int
+) -> list[float]:
+    """Makespan of a prompt on a one-stage cluster while another such cluster computes one; the longer of the two, per run."""
+
+    async def both(addresses: Sequence[str]) -> float:
+        results = await asyncio.gather(*(_ask_twice(address, warm_up, prompt) for address in addresses))
+        return max(run.makespan_s for run, _ in results)
+
+    found: list[float] = []
+    for number in range(runs):
+        warm_up, prompt = take(num_tokens // 4), take(num_tokens)
+        alone = [*settings, "deploy.stages=1"]
+        with cluster(alone) as first, cluster(alone) as second:
+            found.append(asyncio.run(both([first.grpc_address, second.grpc_address])))
+        print(f"two one-stage clusters side by side, run {number}: {found[-1]:.3f} s", flush=True)
+    return found
+
+
 async def _ask_twice(address: str, warm_up: Sequence[int], prompt: Sequence[int]) -> tuple[Run, float]:
     """The run of `prompt`, and the share of the CPU that others had meanwhile."""
     async with MoontideClient(address) as client:
@@ -220,14 +241,16 @@ def main() -> None:
         smollm2 = compare(
             "smollm2", args.set, prompts.take, num_tokens=args.smollm2_tokens, stages=(1, 2), runs=args.runs
         )
+        dummy_settings = [*write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set]
         dummy = compare(
             "dummy",
-            [*write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set],
+            dummy_settings,
             take_random,
             num_tokens=args.dummy_tokens,
             stages=(1, 2),
             runs=max(2, args.runs - 2),
         )
+        both_s = side_by_side_s(dummy_settings, take_random, num_tokens=args.dummy_tokens, runs=2)
         node = StepModel(overhead_s=0.002, token_s=0.0002, pair_s=1.5e-9)
         paced = compare(
             "paced",
@@ -249,6 +272,7 @@ def main() -> None:
         {
             "speedup_p2_smollm2": round(smollm2.ratio(lambda run: run.makespan_s), 3),
             "speedup_p2_32k": round(dummy.ratio(lambda run: run.makespan_s), 3),
+            "side_by_side_32k": round(2 * median(run.makespan_s for run in dummy.runs[1]) / median(both_s), 3),
             "speedup_p2_smollm2_whole_system": round(smollm2.ratio(lambda run: run.ttft_s), 3),
             "prediction_error_max": round(
                 max(abs(median(run.prediction_error for run in runs)) for runs in measured), 4

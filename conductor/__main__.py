@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from conductor import grpc_api, peers
 from conductor.config import ConductorConfig
 from conductor.idempotency import Answers
-from conductor.index_follower import IndexFollower
+from conductor.index_follower import IndexFollower, read_snapshot
 from conductor.metrics import ConductorMetrics
 from conductor.openai_api import OpenAiApi
 from conductor.prefix_index import PrefixIndex
@@ -35,6 +35,10 @@ from moontide.log import get_logger, setup_logging
 from moontide.registry import Announcer, NodeRecord
 from moontide.rpc import Server
 from moontide.service import run_service
+from moontide.tls import Tls
+
+LEAVE_S = 5.0
+"""Longest wait at shutdown for clients that keep a connection open and send nothing on it."""
 
 log = get_logger(__name__)
 
@@ -49,6 +53,7 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
     """Run a conductor until `stop` is set; then leave the registry, let running requests finish, close."""
     log.info("starting", config=to_yaml(config).replace("\n", "; "))
     settings, clock = config.conductor, MonotonicClock()
+    tls = Tls.load(config.tls)
     metrics = ConductorMetrics(CollectorRegistry())
     model = ServedModel.load(settings.model_dir, settings.served_model_name)
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_dir)
@@ -58,14 +63,19 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
         registry = NodeRegistry(config.registry, clock, metrics)
         opened.push_async_callback(registry.close)
         public = await opened.enter_async_context(
-            open_public_index(settings, host=config.node.host, index=index, nodes=lambda: registry.nodes)
+            open_public_index(settings, host=config.node.host, index=index, nodes=lambda: registry.nodes, tls=tls)
         )
         follower = IndexFollower(
-            index, KvEvents(config.registry), metrics, nodes=lambda: registry.nodes, tell=public.tell
+            index,
+            KvEvents(config.registry),
+            metrics,
+            nodes=lambda: registry.nodes,
+            read=partial(read_snapshot, tls=tls),
+            tell=public.tell,
         )
         opened.push_async_callback(follower.close)
         boot_id = _boot_id()
-        answers = Answers(config, registry=registry, metrics=metrics.registry, clock=clock, boot_id=boot_id)
+        answers = Answers(config, registry=registry, metrics=metrics.registry, clock=clock, boot_id=boot_id, tls=tls)
         conductor = Conductor(
             config,
             model=model,
@@ -76,21 +86,22 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
             known_tokens=public.known_tokens,
             metrics=metrics,
             clock=clock,
+            tls=tls,
         )
         opened.push_async_callback(conductor.close)
         opened.push_async_callback(answers.close)
-        roles = RoleManager(config, registry, metrics, clock)
+        roles = RoleManager(config, registry, metrics, clock, tls)
         opened.push_async_callback(roles.close)
-        tenants = TenantDirectory(settings, config.registry)
+        tenants = TenantDirectory(settings, config.registry, metrics)
         opened.push_async_callback(tenants.close)
-        server = Server()
+        server = Server(tls)
         grpc_api.add_to(server, conductor, tenants, roles)
         peers.add_to(server, answers)
         grpc_port = await server.start(config.node.host, config.node.grpc_port)
         opened.push_async_callback(server.close)
         api = OpenAiApi(conductor, tenants, max_body_bytes=settings.max_body_bytes)
         opened.push_async_callback(api.close)
-        http_port = await api.start(config.node.host, config.node.http_port)
+        http_port = await api.start(config.node.host, config.node.http_port, tls)
         await registry.start()
         await tenants.start()
         follower.start()
@@ -105,10 +116,16 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
             "serving", http=f"{config.node.host}:{http_port}", grpc=f"{config.node.host}:{grpc_port}", model=model.name
         )
         await _keep_health(server, conductor, stop, period_s=config.registry.heartbeat_s)
-        log.info("draining", active=conductor.num_active)
+        log.info("draining", active=conductor.num_active, connections=api.num_connections)
         await announcer.close()
         await server.set_serving(False)
-        await conductor.drain(settings.drain_s)
+        async with asyncio.TaskGroup() as leaving:
+            # Clients hear at once that they should go elsewhere; what they have open, and what they send before they hear it, is served.
+            calls = leaving.create_task(server.close(settings.drain_s))
+            ends_s = clock.now() + settings.drain_s
+            await api.leave(min(LEAVE_S, settings.drain_s))
+            await conductor.drain(max(0.0, ends_s - clock.now()))
+            calls.cancel()
     log.info("stopped")
 
 
@@ -142,7 +159,7 @@ def _record(config: ConductorConfig, conductor: Conductor, grpc_port: int, http_
         boot_id=boot_id,
         host_id=config.node.resolve_host_id(),
         pid=os.getpid(),
-        load={"active": float(conductor.num_active)},
+        load={"active": float(conductor.num_active), "queued_s": conductor.queued_s},
     )
 
 

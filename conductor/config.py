@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from moontide.config import NodeConfig, RegistryConfig
+from moontide.config import NodeConfig, RegistryConfig, TlsConfig
 from moontide.errors import ConfigError
 
 ROLES = ("off", "propose", "auto")
@@ -23,7 +23,9 @@ class ConductorSettings:
     model_id: str = ""
     """Use only nodes that announce this model; empty: the registry must hold nodes of one model only."""
     max_attempts: int = 4
-    """Times one request is started before a failure of nodes is reported to the client."""
+    """Times in a row that one request is started without a new token before a failure of nodes is reported to the client."""
+    nodes_wait_s: float = 30.0
+    """Time that new requests wait for nodes when the last one of a role has gone, as while the only group starts again; 0: not at all."""
     default_timeout_s: float = 600.0
     """Time one request may take when the client names none; also the most it may ask for."""
     lease_s: float = 10.0
@@ -87,7 +89,7 @@ class ConductorSettings:
             raise ConfigError(f"conductor.roles={self.roles!r} must be one of {', '.join(ROLES)}")
         if self.drain_s < 0:
             raise ConfigError(f"conductor.drain_s={self.drain_s} must be 0 (cut off at once) or more seconds")
-        for name in ("answers_kept_s", "answers_kept_bytes", "unread_answer_s"):
+        for name in ("answers_kept_s", "answers_kept_bytes", "unread_answer_s", "nodes_wait_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"conductor.{name}={getattr(self, name)} must be 0 (off) or more")
 
@@ -98,4 +100,5 @@ class ConductorConfig:
 
     node: NodeConfig
     registry: RegistryConfig
+    tls: TlsConfig = field(default_factory=TlsConfig)
     conductor: ConductorSettings

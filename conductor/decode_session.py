@@ -15,6 +15,7 @@ from conductor.recovery import AttemptFailed
 from moontide.errors import NodeLost
 from moontide.log import get_logger
 from moontide.registry import NodeRecord
+from moontide.tls import Tls
 from moontide_proto.v1 import decode_pb2
 
 DecodeMessage = decode_pb2.DecodeEvent | AttemptFailed
@@ -28,8 +29,9 @@ log = get_logger(__name__)
 class DecodeSession:
     """One stream to one boot of one decode instance."""
 
-    def __init__(self, record: NodeRecord) -> None:
+    def __init__(self, record: NodeRecord, tls: Tls | None = None) -> None:
         self.record = record
+        self._tls = tls
         self._stream: GrpcStream | None = None
         # Not bounded by itself: a request puts a handful of small commands here, and the number of requests is bounded.
         self._unsent: list[decode_pb2.DecodeCommand] = []
@@ -78,7 +80,7 @@ class DecodeSession:
         reason = "the session was closed"
         connection = None
         try:
-            connection = await GrpcConnection.open(self.record.address)
+            connection = await GrpcConnection.open(self.record.address, self._tls)
             self._stream = connection.call(METHOD, on_message=self._on_message, on_end=self._on_end)
             for command in self._unsent:
                 self.send(command)
@@ -112,14 +114,15 @@ class DecodeSession:
 class DecodeSessions:
     """The sessions of this conductor, opened on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._sessions: dict[str, DecodeSession] = {}
 
     def get(self, record: NodeRecord) -> DecodeSession:
         """The working session of that node, a new one if need be. A broken one has closed itself."""
         session = self._sessions.get(record.node_id)
         if session is None or session.is_broken or session.record.boot_id != record.boot_id:
-            session = DecodeSession(record)
+            session = DecodeSession(record, self._tls)
             replaced = self._sessions.get(record.node_id)
             self._sessions[record.node_id] = session
             if replaced is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -98,9 +98,11 @@ class FairQueue:
     def num_waiting(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    @property
-    def waiting_s(self) -> float:
-        return sum(map(_work_s, self._queues.values()))
+    def num_waiting_of(self, priority_label: str) -> int:
+        return sum(map(len, self._queues_of(priority_label)))
+
+    def waiting_s_of(self, priority_label: str) -> float:
+        return sum(map(_work_s, self._queues_of(priority_label)))
 
     def wait_s(self, share: Share) -> float:
         """How long a new request of the claim is expected to wait here; 0 while the groups take it at once.
@@ -175,6 +177,9 @@ class FairQueue:
                     f"deadline passed while {self.num_waiting} requests waited for a prefill group; give the request a larger timeout"
                 ) from error
             raise
+
+    def _queues_of(self, priority_label: str) -> Iterator[deque[_Waiting]]:
+        return (queue for queue in self._queues.values() if queue[0].share.priority_label == priority_label)
 
     def _check_limit(self, tenant: Tenant, share: Share) -> None:
         limit_s = tenant.max_queued_s

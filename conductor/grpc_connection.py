@@ -1,8 +1,8 @@
 """gRPC calls over one HTTP/2 connection, in the event loop's own thread.
 
 The client of the gRPC library polls in threads of its own and wakes the event loop over a socket for each message; on the conductor's
-hottest path these switches of threads take a third of its core. Speaks what a gRPC server speaks without TLS: HTTP/2 (RFC 9113) with prior
-knowledge, flow control both ways, pings that find a dead peer, messages without compression. Knows nothing of protobuf.
+hottest path these switches of threads take a third of its core. Speaks what a gRPC server speaks: HTTP/2 (RFC 9113) with prior knowledge or
+over TLS, flow control both ways, pings that find a dead peer, messages without compression. Knows nothing of protobuf.
 
     send -> pending -> [window of the stream and of the connection] -> DATA frames, written once per turn of the event loop
     DATA frames -> whole messages -> on_message at once; nothing is queued here
@@ -11,6 +11,7 @@ knowledge, flow control both ways, pings that find a dead peer, messages without
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -21,6 +22,7 @@ import hpack
 
 from moontide.log import get_logger
 from moontide.rpc import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, MAX_MESSAGE_BYTES
+from moontide.tls import HTTP2, Tls
 
 CONNECT_TIMEOUT_S = 5.0
 WINDOW_BYTES = 16 * 1024 * 1024
@@ -75,8 +77,9 @@ class GrpcStream:
 class GrpcConnection(asyncio.Protocol):
     """A connection to one server. When it breaks, every call on it ends with UNAVAILABLE."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, scheme: str = "http") -> None:
         self._address = address
+        self._scheme = scheme
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
@@ -95,12 +98,24 @@ class GrpcConnection(asyncio.Protocol):
         self._lost: str | None = None
 
     @classmethod
-    async def open(cls, address: str) -> GrpcConnection:
-        """Raises: OSError, TimeoutError (an OSError) when nobody answers."""
-        host, _, port = address.rpartition(":")
+    async def open(cls, address: str, tls: Tls | None = None) -> GrpcConnection:
+        """With TLS if `tls` verifies peers.
+
+        Raises: OSError; TimeoutError (an OSError) when nobody answers, SSLError (too) when the peer is not who it should be.
+        """
+        bracketed, _, port = address.rpartition(":")
+        host = bracketed.strip("[]")
+        context = tls.current().client_context if tls is not None else None
+        name = tls.peer_name(host) if tls is not None and context is not None else None
+        scheme = "http" if context is None else "https"
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_connection(lambda: cls(address), host.strip("[]"), int(port))
+            transport, connection = await loop.create_connection(
+                lambda: cls(address, scheme), host, int(port), ssl=context, server_hostname=name
+            )
+        if context is not None and transport.get_extra_info("ssl_object").selected_alpn_protocol() != HTTP2:
+            transport.abort()
+            raise ssl.SSLError(f"{address} speaks TLS but no HTTP/2")
         return connection
 
     def call(self, path: str, *, on_message: OnMessage, on_end: OnEnd) -> GrpcStream:
@@ -112,7 +127,7 @@ class GrpcConnection(asyncio.Protocol):
             return stream
         self._streams[stream_id] = stream
         fields = {
-            ":method": "POST", ":scheme": "http", ":path": path, ":authority": self._address,
+            ":method": "POST", ":scheme": self._scheme, ":path": path, ":authority": self._address,
             "te": "trailers", "content-type": "application/grpc",
         }  # fmt: skip
         self._write(_HEADERS, _END_HEADERS, stream_id, b"".join(map(_literal, fields, fields.values())))

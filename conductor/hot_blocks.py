@@ -24,6 +24,7 @@ from moontide.clock import Clock
 from moontide.errors import MoontideError
 from moontide.log import get_logger
 from moontide.metrics import start_at_zero
+from moontide.tls import Tls
 
 HALF_LIFE_S = 60.0
 MIN_RATE_PER_S = 0.1
@@ -130,7 +131,9 @@ class HotBlocks:
         *,
         clock: Clock,
         metrics: CollectorRegistry,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._view = view
         self._hit_blocks = hit_blocks
         self._clock = clock
@@ -187,7 +190,7 @@ class HotBlocks:
             self._copying[wanted.store_id] = task
 
     async def _copy(self, address: str, layout_digest: bytes, wanted: Replication) -> None:
-        client = StoreNodeClient(address)
+        client = StoreNodeClient(address, tls=self._tls)
         outcome = "failed"
         try:
             replica = await client.replicate(

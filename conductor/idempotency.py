@@ -37,6 +37,7 @@ from moontide.errors import BadRequest, Cancelled, Internal, KeyReused, Moontide
 from moontide.log import get_logger
 from moontide.metrics import start_at_zero
 from moontide.sampling_params import SampledToken
+from moontide.tls import Tls
 
 MAX_KEY_CHARS = 255
 
@@ -100,8 +101,16 @@ class Answers:
     """The answers that this conductor makes and keeps under idempotency keys, and the way to those of the others."""
 
     def __init__(
-        self, config: ConductorConfig, *, registry: NodeView, metrics: CollectorRegistry, clock: Clock, boot_id: str
+        self,
+        config: ConductorConfig,
+        *,
+        registry: NodeView,
+        metrics: CollectorRegistry,
+        clock: Clock,
+        boot_id: str,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         settings = config.conductor
         self._node_id = config.node.node_id
         self._boot_id = boot_id
@@ -331,6 +340,7 @@ class Answers:
             deadline=asked.deadline,
             is_alive=lambda: not self._is_gone(claim),
             look_s=self._heartbeat_s,
+            tls=self._tls,
         )
         is_complete = False
         async with aclosing(deltas):

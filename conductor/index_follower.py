@@ -28,6 +28,7 @@ from moontide.errors import MoontideError, NodeLost
 from moontide.log import get_logger
 from moontide.metrics import start_at_zero
 from moontide.registry import NodeRecord
+from moontide.tls import Tls
 
 MAX_WAITING_ENTRIES = 1024
 """Entries kept per node while a snapshot is on its way; after more it is asked for another one."""
@@ -167,9 +168,9 @@ class EventLog:
                 del node.waiting[node.number]
 
 
-async def read_snapshot(store: NodeRecord) -> AsyncIterator[Snapshot]:
+async def read_snapshot(store: NodeRecord, tls: Tls | None = None) -> AsyncIterator[Snapshot]:
     """Raises: NodeLost."""
-    client = StoreNodeClient(store.address)
+    client = StoreNodeClient(store.address, tls=tls)
     try:
         async for piece in client.snapshot(timeout_s=_SNAPSHOT_TIMEOUT_S):
             yield piece

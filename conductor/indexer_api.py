@@ -19,6 +19,7 @@ from conductor.prefix_index import PrefixIndex
 from kvstore.block import BlockHash, hash_blocks, root_hash
 from kvstore.layout import KVLayout
 from moontide.errors import BadRequest, ModelNotFound, MoontideError
+from moontide.tls import Tls
 
 Hits = dict[str, dict[str, Any]]
 
@@ -45,13 +46,13 @@ class IndexerApi:
         self._max_body_bytes = max_body_bytes
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises: OSError when the port is taken."""
+    async def start(self, host: str, port: int, tls: Tls | None = None) -> int:
+        """Listen, with TLS if `tls` has a certificate; returns the port. Raises: OSError when the port is taken."""
         app = web.Application(client_max_size=self._max_body_bytes)
         app.add_routes([web.post("/query", self._query), web.post("/query_by_hash", self._query_by_hash)])
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        await web.TCPSite(self._runner, host, port, ssl_context=tls.http_server() if tls else None).start()
         return int(self._runner.addresses[0][1])
 
     async def close(self) -> None:

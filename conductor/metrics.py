@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from moontide.errors import ERRORS_BY_CODE
+from moontide.errors import ERRORS_BY_CODE, RejectReason
+from moontide.fair_share import PRIORITY_LABELS
 from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S, start_at_zero
 
 
@@ -68,11 +71,15 @@ class ConductorMetrics:
             registry=registry,
         )
         self.queued_requests = Gauge(
-            "conductor_queued_requests", "Requests that wait for their turn, before a prefill group gets them.", registry=registry
+            "conductor_queued_requests", "Requests that wait for their turn, before a prefill group gets them.", ["priority"],
+            registry=registry,
         )  # fmt: skip
         self.queued_s = Gauge(
-            "conductor_queued_seconds", "Predicted prefill time of the requests that wait for their turn.", registry=registry
+            "conductor_queued_seconds", "Predicted prefill time of the requests that wait for their turn.", ["priority"],
+            registry=registry,
         )  # fmt: skip
+        start_at_zero(self.queued_requests, *PRIORITY_LABELS)
+        start_at_zero(self.queued_s, *PRIORITY_LABELS)
         self.tenant_work = Counter(
             "conductor_tenant_work_seconds_total",
             "Predicted prefill time of dispatched requests, by tenant.",
@@ -91,3 +98,10 @@ class ConductorMetrics:
             buckets=ERROR_BUCKETS,
             registry=registry,
         )
+
+    def expect_tenants(self, names: Iterable[str]) -> None:
+        """Show the series of these tenants before their first request."""
+        for name in names:
+            start_at_zero(self.tenant_work, name)
+            for reason in RejectReason:
+                self.rejected.labels(reason.value, name)

@@ -26,6 +26,7 @@ from conductor.validation import ChatPrompt, GenerateParams, Prompt, RequestId, 
 from moontide.errors import BadRequest, Internal, ModelNotFound, MoontideError, Rejected, Unauthorized
 from moontide.log import get_logger
 from moontide.metrics import HealthServer
+from moontide.tls import Tls
 
 REQUEST_ID_HEADER = "X-Request-Id"
 TTFT_SLO_HEADER = "X-Moontide-TTFT-SLO"
@@ -38,6 +39,7 @@ RETRY_AFTER_S = 1
 
 CLIENT_CLOSED_REQUEST = 499
 """What proxies log when a client hangs up."""
+LEAVE_POLL_S = 0.05
 CLIENT_STALL_S = 60.0
 """A client that reads nothing of its stream for so long is dropped, and its request with it."""
 
@@ -57,9 +59,11 @@ class OpenAiApi:
         self._health = HealthServer(conductor.metrics.registry, conductor.not_ready)
         self._created = int(time.time())
         self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._is_leaving = False
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises: OSError when the port is taken."""
+    async def start(self, host: str, port: int, tls: Tls | None = None) -> int:
+        """Listen, with TLS if `tls` has a certificate; returns the port. Raises: OSError when the port is taken."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json])
         app.add_routes(
             [
@@ -73,15 +77,40 @@ class OpenAiApi:
                 web.get("/version", self._version),
             ]
         )
+        app.on_response_prepare.append(self._close_when_leaving)
         # A client that goes away cancels its handler, and the handler its request on every node.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        self._site = web.TCPSite(self._runner, host, port, ssl_context=tls.http_server() if tls else None)
+        await self._site.start()
         return int(self._runner.addresses[0][1])
+
+    @property
+    def num_connections(self) -> int:
+        """Of clients, those that send nothing at the moment too."""
+        server = self._runner.server if self._runner is not None else None
+        return len(server.connections) if server is not None else 0
+
+    async def leave(self, timeout_s: float) -> None:
+        """Take no new connection, and close each open one with the next answer on it; return when none is left, or after `timeout_s`.
+
+        A client that finds its connection closed just when it has sent a request may not send it again.
+        """
+        self._is_leaving = True
+        assert self._site is not None
+        await self._site.stop()
+        give_up_s = time.monotonic() + timeout_s
+        while self.num_connections and time.monotonic() < give_up_s:
+            await asyncio.sleep(LEAVE_POLL_S)
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _close_when_leaving(self, _request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_leaving:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival_s = self._conductor.clock.now()

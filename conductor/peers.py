@@ -16,6 +16,7 @@ from moontide.errors import DeadlineExceeded
 from moontide.rpc import Server, from_rpc_error, grpc_errors, names_error, open_channel
 from moontide.sampling_params import FinishReason, SampledToken
 from moontide.timeline import TtftParts
+from moontide.tls import Tls
 from moontide_proto.v1 import moontide_pb2, peer_pb2, peer_pb2_grpc
 
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
@@ -63,12 +64,13 @@ async def attach(
     deadline: Deadline,
     is_alive: Callable[[], bool],
     look_s: float,
+    tls: Tls | None = None,
 ) -> AsyncGenerator[OutputDelta, None]:
     """The rest of an answer from the conductor at `address`. While it is silent, `is_alive` is asked every `look_s`.
 
     Raises: PeerLost; DeadlineExceeded; the error with which the answer ended there.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = peer_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Attach(
             peer_pb2.AttachRequest(token=token, num_tokens=position.num_tokens, num_chars=position.num_chars)

@@ -7,6 +7,7 @@ Decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from random import Random
 
 import numpy as np
@@ -35,6 +36,11 @@ class Placement:
         self._rng = Random()
         self._sent: dict[str, Sent] = {}
         self._view: ClusterView | NoChoice = NoChoice("the registry was not read yet")
+        self._nodes_wait_s = settings.nodes_wait_s
+        self._layout = ""
+        """Of the last ClusterView."""
+        self._gone_since_s = -inf
+        """When the view that was no ClusterView any more was made."""
         self._work: SentWork | None = None
         self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
         """Read of the registry and lost nodes that the view is of."""
@@ -57,13 +63,32 @@ class Placement:
             failed = frozenset(self.failed.current(self._registry.nodes, self._clock.now()))
         if (seen := (self._registry.num_reads, failed)) != self._seen:
             self._seen = seen
-            self._view = ClusterView.build(
-                self._registry.nodes, model_id=self._model_id, cost=self.cost, distrusted=failed
-            )
+            could_serve = isinstance(self._view, ClusterView)
+            self._view = self._build(failed)
+            if isinstance(self._view, ClusterView):
+                self._layout = self._view.layout_json
+            elif could_serve:
+                self._gone_since_s = self._clock.now()
             self._work = SentWork(self._view, self._sent.values()) if isinstance(self._view, ClusterView) else None
         if trusting and failed and isinstance(self._view, NoChoice):
-            return ClusterView.build(self._registry.nodes, model_id=self._model_id, cost=self.cost)
+            return self._build(frozenset())
         return self._view
+
+    def not_ready(self) -> str | None:
+        """Why a new request would not be served, be it after waiting for nodes that went a moment ago; None if it would."""
+        view = self.view(trusting=True)
+        if isinstance(view, ClusterView) or self._clock.now() - self._gone_since_s < self._nodes_wait_s:
+            return None
+        return view.reason
+
+    def _build(self, distrusted: frozenset[str]) -> ClusterView | NoChoice:
+        return ClusterView.build(
+            self._registry.nodes,
+            model_id=self._model_id,
+            cost=self.cost,
+            distrusted=distrusted,
+            layout_before=self._layout,
+        )
 
     def choose(self, view: ClusterView, need: Need, hits: Mapping[str, int]) -> Choice:
         work = self._work if view is self._view and self._work is not None else SentWork(view)

@@ -15,6 +15,7 @@ from kvstore.index import KvEntry
 from kvstore.layout import KVLayout
 from moontide.errors import ConfigError
 from moontide.log import get_logger
+from moontide.tls import Tls
 
 if TYPE_CHECKING:
     from conductor.kv_event_sockets import KnownTokens
@@ -36,7 +37,7 @@ class PublicIndex:
 
 @asynccontextmanager
 async def open_public_index(
-    settings: ConductorSettings, *, host: str, index: PrefixIndex, nodes: Nodes
+    settings: ConductorSettings, *, host: str, index: PrefixIndex, nodes: Nodes, tls: Tls | None = None
 ) -> AsyncIterator[PublicIndex]:
     """Open what `settings` names, on `host`; `nodes` returns what the registry knows.
 
@@ -85,7 +86,7 @@ async def open_public_index(
                 max_body_bytes=settings.max_body_bytes,
             )
             opened.push_async_callback(api.close)
-            log.info("indexer api", port=await api.start(host, settings.indexer_port))
+            log.info("indexer api", port=await api.start(host, settings.indexer_port, tls))
         yield PublicIndex(tell=tell, known_tokens=known_tokens)
 
 

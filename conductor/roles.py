@@ -1,6 +1,7 @@
 """Which role the compute nodes serve in: orders of an operator, and a controller that sees when one pool is short and the other idle.
 
-    load      of a pool: predicted seconds over the SLO (prefill: queue over TTFT; decode: step over TBT), or how full it is; 1: just enough
+    load      of a pool: predicted seconds over the SLO (prefill: queue, there and in the conductors, over TTFT; decode: step over TBT), or
+              how full it is; 1: just enough
     proposal  one pool above HIGH while the other would stay below LOW with one unit less, for HOLD_S without a break
     unit      a decode instance, or a prefill group: its P stages become P decode instances
 Nodes do the switching (moontide/roles.py). Pure but for RoleManager.
@@ -26,6 +27,7 @@ from moontide.metrics import start_at_zero
 from moontide.perf_model import StepModel, StepShape
 from moontide.registry import NodeRecord
 from moontide.roles import MODULES
+from moontide.tls import Tls
 from moontide_proto.v1 import node_pb2, node_pb2_grpc
 
 HIGH = 1.0
@@ -57,13 +59,15 @@ class PoolLoad:
 def pool_loads(
     records: Iterable[NodeRecord], *, ttft_slo_s: float | None, tbt_slo_s: float | None
 ) -> Mapping[str, PoolLoad]:
-    """Of the two pools, by role."""
+    """Of the two pools, by role. What waits in the conductors counts for all prefill groups alike, which get only so much ahead."""
+    records = list(records)
     loads: dict[str, list[float]] = {role: [] for role in MODULES}
-    for record in records:
-        if record.role == "prefill":
-            loads["prefill"].append(_prefill_load(record, ttft_slo_s or DEFAULT_TTFT_SLO_S))
-        elif record.role == "decode":
-            loads["decode"].append(_decode_load(record, tbt_slo_s))
+    groups = [record for record in records if record.role == "prefill"]
+    waiting_s = sum(_queued_s(record) for record in records if record.role == "conductor")
+    for record in groups:
+        queued_s = _queued_s(record) + waiting_s / len(groups)
+        loads["prefill"].append(queued_s / (ttft_slo_s or DEFAULT_TTFT_SLO_S))
+    loads["decode"] = [_decode_load(record, tbt_slo_s) for record in records if record.role == "decode"]
     return {role: PoolLoad(num_units=len(each), load=sum(each) / max(len(each), 1)) for role, each in loads.items()}
 
 
@@ -145,8 +149,14 @@ class RoleManager:
     """Gives the orders, and watches the pools in the background."""
 
     def __init__(
-        self, config: ConductorConfig, registry: NodeRegistry, metrics: ConductorMetrics, clock: Clock
+        self,
+        config: ConductorConfig,
+        registry: NodeRegistry,
+        metrics: ConductorMetrics,
+        clock: Clock,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._mode = config.conductor.roles
         self._slos = {"ttft_slo_s": config.conductor.ttft_slo_s, "tbt_slo_s": config.conductor.tbt_slo_s}
         self._node_id = config.node.node_id
@@ -189,7 +199,7 @@ class RoleManager:
         new_ids: list[str] = []
         for record, place in plan_orders(self._alive(), node_ids, role):
             try:
-                new_ids += await _switch(record, role, place)
+                new_ids += await _switch(record, role, place, self._tls)
             except MoontideError as error:
                 self._switches.labels(role, "refused").inc()
                 log.warning("role not changed", node=record.node_id, role=role, reason=str(error))
@@ -235,9 +245,9 @@ class RoleManager:
         )
 
 
-async def _switch(record: NodeRecord, role: str, place: Mapping[str, Any] | None) -> list[str]:
+async def _switch(record: NodeRecord, role: str, place: Mapping[str, Any] | None, tls: Tls | None) -> list[str]:
     request = node_pb2.SwitchRoleRequest(role=role, place=node_pb2.PlaceInGroup(**place) if place else None)
-    async with rpc.open_channel(record.address) as channel:
+    async with rpc.open_channel(record.address, tls) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         reply: node_pb2.SwitchRoleReply = await rpc.call(
             stub.SwitchRole, request, timeout_s=SWITCH_TIMEOUT_S, peer=f"node {record.node_id}"
@@ -253,8 +263,8 @@ def _short_role(pools: Mapping[str, PoolLoad]) -> str | None:
     return None
 
 
-def _prefill_load(record: NodeRecord, ttft_slo_s: float) -> float:
-    return record.load.get("queued_s", 0.0) / ttft_slo_s
+def _queued_s(record: NodeRecord) -> float:
+    return record.load.get("queued_s", 0.0)
 
 
 def _decode_load(record: NodeRecord, tbt_slo_s: float | None) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -50,7 +52,7 @@ from conductor.validation import (
     id_on_nodes,
     resolve_sampling,
 )
-from conductor.view import ClusterView, NoChoice
+from conductor.view import ClusterView
 from kvstore.block import BlockHash, hash_blocks, root_hash
 from moontide.clock import Clock
 from moontide.deadline import Deadline
@@ -65,11 +67,13 @@ from moontide.errors import (
     Rejected,
     RejectReason,
 )
+from moontide.fair_share import PRIORITY_LABELS
 from moontide.log import get_logger
 from moontide.registry import NodeRecord
 from moontide.rpc import open_channel
 from moontide.sampling_params import FinishReason, SampledToken, SamplingParams
 from moontide.timeline import Timeline, TtftParts
+from moontide.tls import Tls
 from moontide.token_ids import TokenArray
 from moontide_proto.v1 import moontide_pb2
 
@@ -83,6 +87,8 @@ MIN_SLO_S = 1e-3
 """What is left of a bound that has passed already."""
 INLINE_HASH_TOKENS = 65_536
 """Longer prompts are hashed in a thread, so that the event loop stands still for no more than a few milliseconds."""
+
+_SHUTTING_DOWN = "the conductor is shutting down"
 
 log = get_logger(__name__)
 
@@ -155,6 +161,7 @@ class Conductor:
         known_tokens: KnownTokens | None = None,
         metrics: ConductorMetrics,
         clock: Clock,
+        tls: Tls | None = None,
     ) -> None:
         """`known_tokens`: wants the tokens of every prompt. Raises: ConfigError."""
         self.model = model
@@ -165,9 +172,10 @@ class Conductor:
         self.metrics = metrics
         self._settings = config.conductor
         self._index = index
-        self._sessions = DecodeSessions()
+        self._tls = tls
+        self._sessions = DecodeSessions(tls)
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
-        self._leases = StoreLeases(lease_s=config.conductor.lease_s, clock=clock, metrics=metrics)
+        self._leases = StoreLeases(lease_s=config.conductor.lease_s, clock=clock, metrics=metrics, tls=tls)
         self._background = Background()
         self._placement = Placement(config, registry, clock)
         self._turns = FairQueue(
@@ -180,32 +188,45 @@ class Conductor:
         self._lengths = OutputLengths()
         self._forecast = DecodeForecast()
         self._answers = answers
-        self._hot_blocks = HotBlocks(self._placement.view, index.hit_blocks, clock=clock, metrics=metrics.registry)
+        self._hot_blocks = HotBlocks(
+            self._placement.view, index.hit_blocks, clock=clock, metrics=metrics.registry, tls=tls
+        )
         self._explanations = Explanations(self._placement.cost, metrics)
         self._timelines = TimelineRing()
-        metrics.queued_requests.set_function(lambda: float(self._turns.num_waiting))
-        metrics.queued_s.set_function(lambda: self._turns.waiting_s)
+        for label in PRIORITY_LABELS:
+            metrics.queued_requests.labels(label).set_function(partial(self._turns.num_waiting_of, label))
+            metrics.queued_s.labels(label).set_function(partial(self._turns.waiting_s_of, label))
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
+        self._has_drained = False
 
     @property
     def num_active(self) -> int:
         return self._num_active
+
+    @property
+    def queued_s(self) -> float:
+        """Predicted prefill time of the requests that wait for their turn."""
+        return sum(map(self._turns.waiting_s_of, PRIORITY_LABELS))
 
     def start(self) -> None:
         self._leases.start()
         self._hot_blocks.start()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests; return when the running ones are over, or after `timeout_s`."""
+        """Say that requests belong elsewhere; return when none is running any more, or after `timeout_s`, and take none from then on.
+
+        Clients whose connection is open still send some before they have heard of it.
+        """
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("requests cut off by shutdown", active=self._num_active)
+        self._has_drained = True
 
     async def close(self) -> None:
         self._turns.close()
@@ -228,9 +249,8 @@ class Conductor:
     def not_ready(self) -> str | None:
         """Why a prompt would not be served now, or None."""
         if self._is_draining:
-            return "the conductor is shutting down"
-        view = self._placement.view(trusting=True)
-        return view.reason if isinstance(view, NoChoice) else None
+            return _SHUTTING_DOWN
+        return self._placement.not_ready()
 
     def explanation(self, request_id: str) -> moontide_pb2.Explanation | None:
         return self._explanations.get(request_id)
@@ -317,7 +337,7 @@ class Conductor:
         )
 
     def _check_room(self) -> None:
-        if (reason := self.not_ready()) is not None:
+        if (reason := _SHUTTING_DOWN if self._has_drained else self._placement.not_ready()) is not None:
             raise NoCapacity(f"no request can be served now: {reason}")
         limit = self._settings.max_active_requests
         if self._num_active > limit:
@@ -341,15 +361,19 @@ class Conductor:
 
     async def _serve(self, request: _Request) -> AsyncGenerator[OutputDelta, None]:
         """Attempts until the answer is complete; epochs count from 1."""
+        num_fruitless = 0
         try:
-            for epoch in range(1, self._settings.max_attempts + 1):
+            for epoch in itertools.count(1):
+                num_tokens = len(request.answer.token_ids)
                 try:
                     async with aclosing(self._attempt(request, epoch)) as deltas:
                         async for delta in deltas:
                             yield delta
                     return
                 except AttemptFailed as failure:
-                    await self._recover(request, failure, epoch)
+                    # A long answer may outlive many nodes that leave one after the other.
+                    num_fruitless = 1 if len(request.answer.token_ids) > num_tokens else num_fruitless + 1
+                    await self._recover(request, failure, epoch, num_fruitless=num_fruitless)
         finally:
             self._forecast.end(request.node_request_id)
 
@@ -498,17 +522,22 @@ class Conductor:
         request.last_token_s = arrived_s
 
     async def _nodes(self, request: _Request, *, may_wait: bool) -> ClusterView:
-        """What there is for the next attempt. After a failure it waits for nodes that show a sign of life, until the deadline.
+        """What there is for the next attempt. After a failure it waits for nodes that show a sign of life, until the deadline; a new
+        request waits as long as those that went are expected back.
 
         Raises: NoCapacity for a new request that no node can take; DeadlineExceeded.
         """
+        is_waiting = False
         while True:
             view = self._placement.view(trusting=not may_wait)
             if isinstance(view, ClusterView):
                 return view
-            if not may_wait:
-                raise NoCapacity(f"no request can be served now: {view.reason}")
+            if not may_wait and (reason := self._placement.not_ready()) is not None:
+                raise NoCapacity(f"no request can be served now: {reason}")
             request.deadline.check(f"waiting for nodes to continue on ({view.reason})")
+            if not is_waiting:
+                log.info("request waits for nodes", request_id=request.request_id, reason=view.reason)
+                is_waiting = True
             await self.registry.wait_for_read(request.deadline)
 
     async def _hits(self, request: _Request, view: ClusterView) -> Mapping[str, int]:
@@ -599,8 +628,12 @@ class Conductor:
         self._placement.sent(f"{request.node_request_id} {epoch}", sent)
         return attempt
 
-    async def _recover(self, request: _Request, failure: AttemptFailed, epoch: int) -> None:
-        """Return when the next attempt may start. Raises: the error that the client gets."""
+    async def _recover(self, request: _Request, failure: AttemptFailed, epoch: int, *, num_fruitless: int) -> None:
+        """Return when the next attempt may start. Raises: the error that the client gets.
+
+        Args:
+            num_fruitless: attempts in a row of which none but the first brought a token.
+        """
         failed_node = next((n for n in self.registry.nodes if n.record.node_id == failure.node_id), None)
         num_alternatives = 0
         if failed_node is not None:
@@ -613,7 +646,10 @@ class Conductor:
         if isinstance(failure.error, Declined):
             self._note_declined(request, failure, num_alternatives)
         decision = after_failure(
-            failure, attempt=epoch, max_attempts=self._settings.max_attempts, num_alternatives=num_alternatives
+            failure,
+            attempt=num_fruitless,
+            max_attempts=self._settings.max_attempts,
+            num_alternatives=num_alternatives,
         )
         if isinstance(decision, GiveUp):
             raise decision.error from failure
@@ -678,7 +714,7 @@ class Conductor:
             return known[1]
         if known is not None:
             self._background.spawn(known[1].close(), f"close channel {record.node_id}")
-        channel = open_channel(record.address)
+        channel = open_channel(record.address, self._tls)
         self._channels[record.node_id] = (record.address, channel)
         return channel
 

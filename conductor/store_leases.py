@@ -10,6 +10,7 @@ from kvstore.client import StoreNodeClient
 from moontide.clock import Clock
 from moontide.errors import MoontideError
 from moontide.log import get_logger
+from moontide.tls import Tls
 
 CALL_TIMEOUT_S = 5.0
 IDLE_CLIENT_S = 60.0
@@ -28,7 +29,8 @@ class _Store:
 class StoreLeases:
     """One renewal per store and period carries all its requests."""
 
-    def __init__(self, *, lease_s: float, clock: Clock, metrics: ConductorMetrics) -> None:
+    def __init__(self, *, lease_s: float, clock: Clock, metrics: ConductorMetrics, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._lease_s = lease_s
         self._clock = clock
         self._metrics = metrics
@@ -88,7 +90,7 @@ class StoreLeases:
         store = self._stores.get(address)
         if store is None:
             store = self._stores[address] = _Store(
-                StoreNodeClient(address, timeout_s=CALL_TIMEOUT_S), self._clock.now()
+                StoreNodeClient(address, timeout_s=CALL_TIMEOUT_S, tls=self._tls), self._clock.now()
             )
         store.used_s = self._clock.now()
         return store

@@ -21,6 +21,7 @@ import yaml
 from redis.exceptions import RedisError
 
 from conductor.config import ConductorSettings
+from conductor.metrics import ConductorMetrics
 from moontide.config import RegistryConfig, build, read_yaml
 from moontide.errors import ConfigError, Rejected, RejectReason, Unauthorized
 from moontide.fair_share import Share
@@ -116,9 +117,10 @@ class TenantList:
 class TenantDirectory:
     """The tenants of this moment."""
 
-    def __init__(self, settings: ConductorSettings, registry: RegistryConfig) -> None:
+    def __init__(self, settings: ConductorSettings, registry: RegistryConfig, metrics: ConductorMetrics) -> None:
         """Raises: ConfigError when the file cannot be read or is wrong."""
         self._settings = settings
+        self._metrics = metrics
         self._period_s = registry.heartbeat_s
         self._by_key: dict[str, Tenant] = {}
         self._open = self._with_defaults(OPEN_TENANT)
@@ -127,6 +129,8 @@ class TenantDirectory:
         if settings.tenants_file is not None:
             self._use(_from_file(settings.tenants_file))
             self._redis = connect(registry)
+        else:
+            metrics.expect_tenants([self._open.name])
 
     async def start(self) -> None:
         """Look into Redis once (one that is down is only logged), then follow what is there."""
@@ -180,6 +184,7 @@ class TenantDirectory:
         self._by_key = {
             digest: self._with_defaults(tenant) for tenant in tenants.tenants for digest in tenant.api_key_sha256
         }
+        self._metrics.expect_tenants({tenant.name for tenant in self._by_key.values()})
         log.info("tenants", names=",".join(tenant.name for tenant in tenants.tenants))
 
     def _with_defaults(self, tenant: Tenant) -> Tenant:

@@ -125,13 +125,20 @@ class ClusterView:
 
     @classmethod
     def build(
-        cls, nodes: Sequence[Node], *, model_id: str, cost: CostModel, distrusted: Collection[str] = ()
+        cls,
+        nodes: Sequence[Node],
+        *,
+        model_id: str,
+        cost: CostModel,
+        distrusted: Collection[str] = (),
+        layout_before: str = "",
     ) -> ClusterView | NoChoice:
         """The nodes that can serve now, or why no prompt would be served.
 
         Args:
             model_id: "": whatever model the nodes have, as long as it is one. With several layouts the one with most groups counts.
             distrusted: nodes that were lost a moment ago, whatever the registry still says.
+            layout_before: of the view before this one; it stays while no other has more groups.
         """
         dropped: list[Dropped] = []
         serving = list(_serving(nodes, model_id, distrusted, dropped))
@@ -143,7 +150,7 @@ class ClusterView:
         shared = sorted(set(layouts) & {node.record.layout_json for node in decode})
         if (reason := _why_none(prefill, decode, stores, model_id, bool(shared))) is not None:
             return NoChoice(reason)
-        layout_json = max(shared, key=layouts.count)
+        layout_json = max(shared, key=lambda layout: (layouts.count(layout), layout == layout_before))
         for node in [*prefill, *decode]:
             if node.record.layout_json != layout_json:
                 dropped.append(Dropped(node.record.node_id, "another KV layout than most prefill groups"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from decode_node.config import DecodeNodeConfig
 from decode_node.service import serve
-from moontide.config import load_service_config, to_tree
+from moontide.config import load_service_config, shown_tree
 from moontide.errors import MoontideError
 from moontide.log import get_logger, setup_logging
 from moontide.roles import run_program
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DecodeNodeConfig, argv, "A decode node: streams tokens of prompts that others prefilled."
     )
     setup_logging(config.node.node_id)
-    log.info("config", **to_tree(config))
+    log.info("config", **shown_tree(config))
     try:
         return run_service(lambda stop: serve(config, stop))
     except MoontideError as error:

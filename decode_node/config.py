@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.access import KvConfig, StoreAccessConfig
 from model_runner.config import DEFAULT_CONTEXTS, ModelConfig
-from moontide.config import NodeConfig, RegistryConfig
+from moontide.config import NodeConfig, RegistryConfig, TlsConfig
 from moontide.errors import ConfigError
 from moontide.roles import Home
 
@@ -55,6 +55,7 @@ class DecodeNodeConfig:
 
     node: NodeConfig
     registry: RegistryConfig
+    tls: TlsConfig = field(default_factory=TlsConfig)
     store: StoreAccessConfig
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)

@@ -130,6 +130,10 @@ class DecodeRequests:
         """Whether both threads run."""
         return self._pulls.is_alive and self._steps.is_alive
 
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
     def start(self) -> None:
         self._pulls.start()
         self._steps.start()
@@ -142,6 +146,7 @@ class DecodeRequests:
                 await self._idle.wait()
                 await self._writes.wait_idle()
         except TimeoutError:
+            log.warning("requests handed back", requests=len(self._requests))
             for request in list(self._requests.values()):
                 self._fail(request, NodeLost("the decode node shuts down before the request has ended"))
 

@@ -61,12 +61,16 @@ from moontide.roles import SERVICE_NAME as NODE_SERVICE_NAME
 from moontide.roles import NodeServicer, Place, RoleSwitch, Successor, deployed
 from moontide.rpc import Server, grpc_errors
 from moontide.sampling_params import SampledToken, SamplingParams
+from moontide.slow_call import NoAnswerYet, SlowCall
+from moontide.tls import Tls
 from moontide.token_ids import unpack_token_ids
 from moontide_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2_grpc
 
 _PROBE_PERIOD_S = 1.0
 _PROBES_TO_RED = 2
 """One slow answer on a busy host says nothing about the store."""
+_STORE_ANSWER_S = 5.0
+"""A store that has been asked for so long is a problem; the question goes on."""
 _TIMELINE_TRACK = "decode"
 _EVENTS_PER_MESSAGE = 256
 _MEASURE_S = 0.5
@@ -99,7 +103,7 @@ async def start_decode(
     Args:
         transfer: how K/V comes in; None attaches to this host's store process.
         store_node: where the layout is registered; None calls this host's store service. The caller closes both if given.
-    Raises: ConfigError (a setting, a taken port, another layout in the store), StoreUnavailable, NodeLost.
+    Raises: ConfigError (a setting, a certificate, a taken port, another layout in the store), StoreUnavailable, NodeLost.
     """
     node = DecodeNode(config)
     try:
@@ -126,7 +130,8 @@ class DecodeNode:
         self._config = config
         self._stack = AsyncExitStack()
         self._metrics = CollectorRegistry()
-        self._server = Server()
+        self._tls = Tls.load(config.tls)
+        self._server = Server(self._tls)
         self.switch = RoleSwitch("decode", to_tree(config), check=self._check_successor)
         self._problem: str | None = "the model is loading"
         self._announcer: Announcer | None = None
@@ -160,7 +165,7 @@ class DecodeNode:
             transfer = await attach(config.store, arena_bytes=arena_bytes)
             self._stack.callback(transfer.close)
         if store_node is None:
-            store_node = StoreNodeClient(config.store.service_address)
+            store_node = StoreNodeClient(config.store.service_address, tls=self._tls)
             self._stack.push_async_callback(store_node.close)
         identity = await store_node.register_layout(self.layout)
         await require_store(config.store.master_http, identity.segment, host=config.node.host)
@@ -180,7 +185,9 @@ class DecodeNode:
             )
             step_model = fit(samples)
         clock = MonotonicClock()
-        stores = StoreNodes(store_node, config.store.service_address, own_node_id=identity.node_id, clock=clock)
+        stores = StoreNodes(
+            store_node, config.store.service_address, own_node_id=identity.node_id, clock=clock, tls=self._tls
+        )
         self._stack.push_async_callback(stores.close)
         self.requests = DecodeRequests(
             runner,
@@ -212,7 +219,9 @@ class DecodeNode:
         await self._server.set_serving(False)
         if self._announcer is not None:
             await self._announcer.beat_now()
+        log.info("draining", requests=self.requests.num_open)
         await self.requests.drain(self._config.decode.drain_timeout_s)
+        log.info("drained")
 
     async def wait_failed(self) -> None:
         """Never returns. Raises: AttachmentLost, Internal when only a new process can serve again."""
@@ -277,14 +286,21 @@ class DecodeNode:
         Raises: AttachmentLost; Internal when a worker thread has ended, for without it no open request would.
         """
         failures = 0
-        while True:
-            await asyncio.sleep(_PROBE_PERIOD_S)
-            if not self.requests.is_alive:
-                raise Internal("a worker thread has ended; see the log")
-            problem = await self._probe(transfer, store_node)
-            failures = failures + 1 if problem else 0
-            if not self._is_leaving and (problem is None or failures >= _PROBES_TO_RED):
-                await self._set_problem(problem)
+        probe = SlowCall(lambda: self._probe(transfer, store_node))
+        try:
+            while True:
+                await asyncio.sleep(_PROBE_PERIOD_S)
+                if not self.requests.is_alive:
+                    raise Internal("a worker thread has ended; see the log")
+                try:
+                    problem = await probe.result(_STORE_ANSWER_S)
+                    failures = failures + 1 if problem else 0
+                except NoAnswerYet:
+                    problem, failures = f"the store has not answered for {_STORE_ANSWER_S:g} s", _PROBES_TO_RED
+                if not self._is_leaving and (problem is None or failures >= _PROBES_TO_RED):
+                    await self._set_problem(problem)
+        finally:
+            await probe.close()
 
     async def _probe(self, transfer: Transfer, store_node: StoreNode) -> str | None:
         """Ask master and store process. The layout is registered again: a store process that came back has forgotten it."""

@@ -6,12 +6,13 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from deploy.local import LocalCluster, StartFailed
 from deploy.model import prepare_model
 from moontide.client import ChatTurn, GenerateOptions, MoontideClient, Usage
 from moontide.clock import MonotonicClock
-from moontide.config import api_key, describe, to_tree
+from moontide.config import TlsConfig, api_key, describe, to_tree
 from moontide.errors import BadRequest, ConfigError, MoontideError, NodeLost
 from moontide.timeline import Timeline, TtftParts
+from moontide.tls import add_client_arguments, client_config
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2"
@@ -130,9 +132,13 @@ def up(args: argparse.Namespace, console: Console) -> int:
 
 def ready_line(cluster: LocalCluster) -> str:
     """One line: where the cluster listens, and a command to try."""
-    option = "" if cluster.grpc_address == DEFAULT_ADDRESS else f" --address {cluster.grpc_address}"
-    apis = ", ".join(f"http://{c.http}/v1 and gRPC {c.grpc}" for c in cluster.plan.conductors)
-    return f'ready: {apis}; try: {program_name()} generate{option} "Why is the sky blue?"'
+    tls = cluster.config.tls
+    scheme = "https" if tls.cert_file else "http"
+    if not tls.require_client_cert:
+        tls = replace(tls, cert_file="", key_file="")
+    apis = ", ".join(f"{scheme}://{c.http}/v1 and gRPC {c.grpc}" for c in cluster.plan.conductors)
+    options = _options_for(cluster.grpc_address, tls)
+    return f'ready: {apis}; try: {program_name()} generate{options} "Why is the sky blue?"'
 
 
 def program_name() -> str:
@@ -159,10 +165,10 @@ def generate(args: argparse.Namespace, _console: Console) -> int:
             print(f"request {answer.request_id}: {usage_sentence(answer.usage)}")
             if answer.parts is not None:
                 print(ttft_table(answer.parts, client_ttft_s=answer.client_ttft_s))
-            print(f"more: {program_name()} timeline {answer.request_id}{_address_option(args)}")
+            print(f"more: {program_name()} timeline {answer.request_id}{_client_options(args)}")
         return 0
 
-    return _with_client(args.address, run)
+    return _with_client(args, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +213,7 @@ def status(args: argparse.Namespace, _console: Console) -> int:
             print(f"  {node.role:<10} {node.node_id:<22} {node.address:<22} {'up' if node.alive else 'LOST':<5} {load}")
         return 0 if cluster.ready else 1
 
-    return _with_client(args.address, run)
+    return _with_client(args, run)
 
 
 def timeline(args: argparse.Namespace, console: Console) -> int:
@@ -229,7 +235,7 @@ def timeline(args: argparse.Namespace, console: Console) -> int:
             console.step(f"wrote {args.out}: open it in https://ui.perfetto.dev")
         return 0
 
-    return _with_client(args.address, run)
+    return _with_client(args, run)
 
 
 def explain(args: argparse.Namespace, _console: Console) -> int:
@@ -244,7 +250,7 @@ def explain(args: argparse.Namespace, _console: Console) -> int:
         print(render_explanation(found))
         return 0
 
-    return _with_client(args.address, run)
+    return _with_client(args, run)
 
 
 def role(args: argparse.Namespace, console: Console) -> int:
@@ -255,7 +261,7 @@ def role(args: argparse.Namespace, console: Console) -> int:
         console.step(f"draining; then there will be: {', '.join(node_ids)}")
         return 0
 
-    return _with_client(args.address, run)
+    return _with_client(args, run)
 
 
 def print_timeline(found: Timeline, console: Console, *, with_parts: bool = True) -> None:
@@ -296,6 +302,7 @@ def _cluster(config: ClusterConfig, console: Console) -> LocalCluster:
     console.step(
         f"starting {len(cluster.plan.processes)} processes ({config.deploy.launcher}); logs in {cluster.run_dir.path / 'logs'}"
     )
+    console.step(f"Prometheus finds them by file_sd_configs: {cluster.targets_path}")
     return cluster
 
 
@@ -308,9 +315,11 @@ def _cluster_config(args: argparse.Namespace) -> ClusterConfig:
     return load_cluster_config(path=args.config, overrides=[*overrides, *args.set])
 
 
-def _with_client(address: str, run: Callable[[MoontideClient], Coroutine[Any, Any, int]]) -> int:
+def _with_client(args: argparse.Namespace, run: Callable[[MoontideClient], Coroutine[Any, Any, int]]) -> int:
+    address, tls = args.address, client_config(args)
+
     async def main() -> int:
-        async with MoontideClient(address, api_key=api_key()) as client:
+        async with MoontideClient(address, api_key=api_key(), tls=tls) as client:
             return await run(client)
 
     try:
@@ -318,8 +327,11 @@ def _with_client(address: str, run: Callable[[MoontideClient], Coroutine[Any, An
     except NodeLost as error:
         if "not reachable" not in str(error):
             raise
+        if tls.ca_file:
+            raise NodeLost(f"no cluster answers with TLS at {address}: {error}") from error
         raise NodeLost(
-            f"no cluster answers at {address}; start one with `{program_name()} up`, or name another one with --address host:port"
+            f"no cluster answers at {address}; start one with `{program_name()} up`, or name another one with --address host:port "
+            "(and --ca FILE if it uses TLS)"
         ) from error
 
 
@@ -373,8 +385,15 @@ def usage_sentence(usage: Usage) -> str:
     )
 
 
-def _address_option(args: argparse.Namespace) -> str:
-    return "" if args.address == DEFAULT_ADDRESS else f" --address {args.address}"
+def _client_options(args: argparse.Namespace) -> str:
+    return _options_for(args.address, client_config(args))
+
+
+def _options_for(address: str, tls: TlsConfig) -> str:
+    """What a command needs to reach a conductor."""
+    values = {"--ca": tls.ca_file, "--cert": tls.cert_file, "--key": tls.key_file, "--server-name": tls.server_name}
+    options = {"--address": "" if address == DEFAULT_ADDRESS else address} | (values if tls.ca_file else {})
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in options.items() if value)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -470,6 +489,7 @@ def _add_address(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"gRPC address (default {DEFAULT_ADDRESS})"
     )
+    add_client_arguments(command)
 
 
 class _HelpConfig(argparse.Action):

@@ -12,7 +12,7 @@ from decode_node.config import DecodeConfig
 from kvstore.access import KvConfig
 from kvstore.config import KvStoreSettings
 from model_runner.config import ModelConfig
-from moontide.config import RegistryConfig, check_port, load_config, read_yaml
+from moontide.config import RegistryConfig, TlsConfig, check_port, load_config, read_yaml
 from moontide.errors import ConfigError
 from prefill_node.config import PrefillConfig
 
@@ -98,10 +98,22 @@ class ClusterConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     registry: RegistryConfig
+    tls: TlsConfig = field(default_factory=TlsConfig)
     kvstore: KvStoreSettings
     prefill: PrefillConfig
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     conductor: ConductorSettings
+
+    def __post_init__(self) -> None:
+        if self.tls.cert_file and not self.tls.ca_file:
+            raise ConfigError(
+                "tls.cert_file is set without tls.ca_file, so the services would not speak TLS to each other; set tls.ca_file to the "
+                "authority of the certificate, or to the certificate itself if it is self-signed"
+            )
+        if self.tls.ca_file and not self.tls.cert_file:
+            raise ConfigError(
+                "tls.ca_file is set without tls.cert_file and tls.key_file; the services need a certificate"
+            )
 
 
 def load_cluster_config(*, path: Path | None = None, overrides: Sequence[str] = ()) -> ClusterConfig:

@@ -68,7 +68,7 @@ def build_document(count_tokens: Callable[[str], int], *, num_tokens: int = DOCU
 
 
 async def _ask(cluster: LocalCluster, document: str, console: Console) -> None:
-    async with MoontideClient(cluster.grpc_address) as client:
+    async with MoontideClient(cluster.grpc_address, tls=cluster.config.tls) as client:
         console.step("the cluster serves; sending the document with a question")
         console.heading(f"Q: {QUESTION}")
         first = await stream_answer(client, _prompt(document, QUESTION), PARAMS)

@@ -8,16 +8,18 @@ LocalCluster -- ProcessLauncher -- valkey, mooncake-master, kvstore-0
 from __future__ import annotations
 
 import ast
+import dataclasses
 import http.client
 import json
 import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from kvstore.config import KvStoreConfig
 from kvstore.data_client import binary_path
 from moontide.config import build
 from moontide.errors import ConfigError, MoontideError
+from moontide.tls import Tls
 from prefill_node.config import PrefillNodeConfig
 
 RAY = "ray"
@@ -69,13 +72,14 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig, *, model_dir: Path, model_id: str, say: Say = lambda _line: None) -> None:
         """Plans the cluster and writes its config files; starts nothing.
 
-        Raises: ConfigError for a port in use, settings that a service refuses, or a missing program.
+        Raises: ConfigError for a port in use, certificates that cannot be used, settings that a service refuses, or a missing program.
         """
         self.config = config
         self._say = say
         self._launcher: ProcessLauncher | None = None
         self._stopped = False
         self._deaths: dict[str, int] = {}
+        Tls.load(config.tls)
         check_fixed_ports(config)
         self.run_dir = RunDir(config.deploy.run_dir)
         try:
@@ -127,7 +131,7 @@ class LocalCluster:
         cancel = cancel or threading.Event()
         while waiting and not cancel.wait(POLL_S):
             for name, spec in list(waiting.items()):
-                ready, reasons[name] = ask_ready(spec.http_address)
+                ready, reasons[name] = ask_ready(spec.http_address, with_tls=spec.serves_https)
                 if ready:
                     del waiting[name]
                     self._say(f"{name} is ready ({time.monotonic() - began_s:.1f} s)")
@@ -166,6 +170,41 @@ class LocalCluster:
 
     def names(self) -> list[str]:
         return [spec.name for spec in self.plan.processes]
+
+    def exits(self, name: str) -> list[int]:
+        """Exit codes of the lives of a process that are over, oldest first; negative: the signal that killed it. Without Ray."""
+        assert self._launcher is not None
+        return [ended.code for ended in self._launcher.exits() if ended.name == name]
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Start one more process; it belongs to the cluster like the others. Raises: ConfigError."""
+        assert self._launcher is not None
+        self.plan = dataclasses.replace(self.plan, processes=(*self.plan.processes, spec))
+        self._write_config(spec)
+        self._write_targets()
+        self._launcher.start(self._command(spec))
+
+    def remove(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Have processes drain and end for good. Raises: TimeoutError naming those that had to be killed."""
+        assert self._launcher is not None
+        killed = self._launcher.stop(names, timeout_s=timeout_s)
+        self.plan = dataclasses.replace(
+            self.plan, processes=tuple(s for s in self.plan.processes if s.name not in names)
+        )
+        self._write_targets()
+        if killed:
+            raise TimeoutError(f"killed after {timeout_s} s: {', '.join(killed)}")
+
+    def reconfigure(self, spec: ProcessSpec) -> None:
+        """The settings of this process from its next start on. Raises: ConfigError."""
+        processes = tuple(spec if each.name == spec.name else each for each in self.plan.processes)
+        self._write_config(spec)
+        self.plan = dataclasses.replace(self.plan, processes=processes)
+
+    @property
+    def targets_path(self) -> Path:
+        """Every process that serves metrics, for file_sd_configs of Prometheus."""
+        return self.run_dir.targets_path
 
     def log_path(self, name: str) -> Path:
         return self.run_dir.log_path(name)
@@ -208,10 +247,16 @@ class LocalCluster:
 
     def _write_configs(self) -> None:
         for spec in self.plan.processes:
-            if not spec.module:
-                continue
-            build(CONFIG_CLASSES[spec.role], spec.config)
-            self.run_dir.config_path(spec.name).write_text(yaml.safe_dump(dict(spec.config), sort_keys=False))
+            if spec.module:
+                self._write_config(spec)
+        self._write_targets()
+
+    def _write_targets(self) -> None:
+        self.targets_path.write_text(json.dumps(scrape_targets(self.plan.processes), indent=1))
+
+    def _write_config(self, spec: ProcessSpec) -> None:
+        build(CONFIG_CLASSES[spec.role], spec.config)
+        self.run_dir.config_path(spec.name).write_text(yaml.safe_dump(dict(spec.config), sort_keys=False))
 
     def _command(self, spec: ProcessSpec) -> Command:
         argv = spec.argv
@@ -307,9 +352,32 @@ def find_binaries() -> Binaries:
     return Binaries(valkey_server=valkey_server, mooncake_master=mooncake_master)
 
 
-def ask_ready(address: str) -> tuple[bool, str]:
+def scrape_targets(processes: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
+    """Groups of targets with the label `component`, which the rules of deploy/prometheus read."""
+    https = {"__scheme__": "https"}
+    return [
+        {
+            "targets": [spec.metrics_address],
+            "labels": {"component": spec.component, "instance": spec.name} | (https if spec.serves_https else {}),
+        }
+        for spec in processes
+        if spec.metrics_address
+    ]
+
+
+def connect_http(address: str, *, with_tls: bool = False, timeout_s: float = 2.0) -> http.client.HTTPConnection:
+    """To a process of ours on loopback: its certificate is for others."""
+    if not with_tls:
+        return http.client.HTTPConnection(address, timeout=timeout_s)
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(address, timeout=timeout_s, context=context)
+
+
+def ask_ready(address: str, *, with_tls: bool = False) -> tuple[bool, str]:
     """Whether GET /ready says 200, and if not, why."""
-    connection = http.client.HTTPConnection(address, timeout=2.0)
+    connection = connect_http(address, with_tls=with_tls)
     try:
         connection.request("GET", "/ready")
         response = connection.getresponse()

@@ -49,6 +49,21 @@ class ProcessSpec:
     """host:port of /metrics, /live and /ready; empty when it is no service of ours."""
 
     @property
+    def component(self) -> str:
+        """Its role as charts, rules and dashboards call it."""
+        return "master" if self.role == "mooncake-master" else self.role
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty when it has none."""
+        return self.listens_on[1] if self.component == "master" else self.http_address
+
+    @property
+    def serves_https(self) -> bool:
+        """Whether `http_address` speaks TLS: that of a conductor is its API."""
+        return self.role == "conductor" and bool(self.config["tls"]["cert_file"])
+
+    @property
     def is_node(self) -> bool:
         """Whether Ray may place and supervise it."""
         return self.role in ("prefill", "decode", "conductor")
@@ -252,6 +267,7 @@ def _kvstore(
         config={
             "node": host.node(name, http_port, grpc_port=host.store_grpc_port),
             "registry": _registry(config, shared),
+            "tls": _tls(config),
             "kvstore": settings,
         },
         env=env,
@@ -334,6 +350,7 @@ def _conductor(
         config={
             "node": _node(name, grpc_port, http_port),
             "registry": _registry(config, shared),
+            "tls": _tls(config),
             "conductor": settings,
         },
         env=env,
@@ -371,12 +388,21 @@ def _registry(config: ClusterConfig, shared: _SharedAddresses) -> dict[str, Any]
     return to_tree(config.registry) | {"url": shared.registry_url}
 
 
+def _tls(config: ClusterConfig) -> dict[str, Any]:
+    """With absolute paths: nodes that Ray starts run elsewhere."""
+    return {
+        name: str(Path(value).absolute()) if name.endswith("_file") and value else value
+        for name, value in to_tree(config.tls).items()
+    }
+
+
 def _compute_sections(
     config: ClusterConfig, shared: _SharedAddresses, host: _Host, node: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "node": node,
         "registry": _registry(config, shared),
+        "tls": _tls(config),
         "model": to_tree(config.model),
         "kv": to_tree(config.kv),
         "store": {

@@ -55,6 +55,11 @@ class RunDir:
     def config_path(self, name: str) -> Path:
         return self.path / "config" / f"{name}.yaml"
 
+    @property
+    def targets_path(self) -> Path:
+        """What Prometheus scrapes, in the form of its file_sd_configs."""
+        return self.path / "config" / "prometheus-targets.json"
+
     def log_path(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvstore import cli
 from kvstore.config import KvStoreConfig
 from kvstore.service import serve
-from moontide.config import load_service_config, to_tree
+from moontide.config import load_service_config, shown_tree
 from moontide.errors import MoontideError
 from moontide.log import get_logger, setup_logging
 from moontide.service import run_service
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"The store process of one host: owns its segment of the KV pool. `{'|'.join(cli.COMMANDS)} --help`: look into one that runs.",
     )
     setup_logging(config.node.node_id)
-    log.info("config", host=config.node.host, **to_tree(config.kvstore))
+    log.info("config", host=config.node.host, **shown_tree(config.kvstore))
     try:
         return run_service(lambda stop: serve(config, stop))
     except MoontideError as error:

@@ -19,6 +19,7 @@ from kvstore.config import check_address
 from kvstore.index import split_hashes
 from moontide import rpc
 from moontide.errors import ConfigError, MoontideError, NodeLost
+from moontide.tls import Tls, add_client_arguments, client_config
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 async def ask(args: argparse.Namespace) -> Answer:
     """What the store process at `args.address` answers. Raises: MoontideError."""
     command: Command = COMMANDS[args.command]
-    async with rpc.open_channel(args.address) as channel:
+    async with rpc.open_channel(args.address, Tls.load(client_config(args), serves=False)) as channel:
         try:
             return await command(pb_grpc.KvStoreStub(channel), args)  # type: ignore[no-untyped-call]
         except grpc.aio.AioRpcError as error:
@@ -152,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         one.add_argument("--address", required=True, metavar="HOST:PORT", help="gRPC address of the store process")
+        add_client_arguments(one)
         one.add_argument("--json", action="store_true", help="print one JSON object")
         one.add_argument(
             "--timeout",

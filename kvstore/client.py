@@ -21,6 +21,7 @@ from kvstore.trailer import is_intact, slot_at, write_trailer
 from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus, Transfer
 from moontide import rpc
 from moontide.errors import Cancelled, DeadlineExceeded, NodeLost
+from moontide.tls import Tls
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
@@ -150,11 +151,11 @@ class Snapshot:
 class StoreNodeClient:
     """StoreNode over gRPC. Failed calls raise the errors of moontide/errors.py; all calls may be repeated."""
 
-    def __init__(self, address: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+    def __init__(self, address: str, *, timeout_s: float = _CALL_TIMEOUT_S, tls: Tls | None = None) -> None:
         """`timeout_s` bounds each call."""
         self._address = address
         self._timeout_s = timeout_s
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(address, tls)
         self._stub = pb_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def register_layout(self, layout: KVLayout) -> NodeIdentity:

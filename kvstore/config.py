@@ -1,10 +1,10 @@
 """Settings of the store process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.eviction import EVICTION_POLICIES
 from kvstore.keys import check_node_id
-from moontide.config import NodeConfig, RegistryConfig, check_port
+from moontide.config import NodeConfig, RegistryConfig, TlsConfig, check_port
 from moontide.errors import ConfigError
 
 MASTER_WATERMARK = 0.9
@@ -33,6 +33,8 @@ class KvStoreSettings:
     """Blocks that leave first: lru (least recently used), lfu (fewest uses), length-aware (fewest uses, then latest in its prompt)."""
     check_placement_above: float = 0.8
     """Filled share of what may be used above which sealed blocks are looked for in this host's segment: a full segment spills."""
+    drain_s: float = 30.0
+    """At shutdown, time that reservations get to end: until then their prompts can be computed and pulled. No new one is granted."""
     ssd_dir: str = ""
     """Directory on a local SSD for blocks that the pool cannot keep, of this process alone; they outlive a restart. Empty: none."""
     ssd_bytes: int = 64 << 30
@@ -44,6 +46,8 @@ class KvStoreSettings:
         check_port("kvstore.client_port", self.client_port)
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"kvstore.protocol={self.protocol!r} is unknown; use tcp or rdma")
+        if self.drain_s < 0:
+            raise ConfigError(f"kvstore.drain_s={self.drain_s} must be 0 (drop what is reserved) or more seconds")
         if self.client_threads < 1:
             raise ConfigError(f"kvstore.client_threads={self.client_threads} is below 1; use 1 or more")
         if self.pool_bytes < 16 << 20:
@@ -80,6 +84,7 @@ class KvStoreConfig:
 
     node: NodeConfig
     registry: RegistryConfig
+    tls: TlsConfig = field(default_factory=TlsConfig)
     kvstore: KvStoreSettings
 
     def __post_init__(self) -> None:

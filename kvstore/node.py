@@ -35,6 +35,7 @@ from moontide.log import get_logger
 from moontide.registry import raise_if_cancelled
 
 JANITOR_PERIOD_S = 0.25
+DRAIN_POLL_S = 0.05
 VERIFY_BYTES = 16 << 20
 """Transfer memory through which blocks are read back; a larger object gets as much as it needs."""
 PROMOTE_TIMEOUT_S = 2.0
@@ -93,7 +94,7 @@ class StoreNode(Protocol):
         """Room and pins for the KV of one prompt, whose full blocks are `block_hashes` from the first on. Idempotent.
 
         `is_write_back` stands for prompt and answer of a request that is over: what is there already counts as no hit in the metrics.
-        Raises: NodeLost for an unregistered layout, BadRequest for a chain that contradicts itself.
+        Raises: NodeLost for an unregistered layout and while the process shuts down, BadRequest for a chain that contradicts itself.
         """
         ...
 
@@ -144,6 +145,7 @@ class LocalStoreNode:
         self._identity = NodeIdentity(node_id=pool.node_id, boot_id=boot_id, segment=transfer.segment)
         self._events = events
         self._layouts: dict[bytes, KVLayout] = {}
+        self._is_draining = False
         self._acts: set[asyncio.Task[Any]] = set()
         """What has to run to its end once it is begun."""
         self._removing = asyncio.Lock()
@@ -167,6 +169,16 @@ class LocalStoreNode:
                 )
         self._layouts[layout.digest()] = layout
         return self._identity
+
+    async def drain(self, timeout_s: float) -> None:
+        """Grant no new reservation; return when the others have ended, or after `timeout_s`. Its janitor goes on meanwhile."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.pool.stats().reservations:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("reservations cut off by shutdown", reservations=self.pool.stats().reservations)
 
     def layout(self, layout_digest: bytes) -> KVLayout:
         """Raises: NodeLost if it is not registered."""
@@ -200,6 +212,8 @@ class LocalStoreNode:
             lease_s=_checked_lease_s(lease_s),
         )
         is_new = not self.pool.holds(request.owner)
+        if is_new and self._is_draining:
+            raise NodeLost("the store process shuts down; choose another host, or try again")
         reply = self.pool.reserve(request)
         if reply.result is ReserveResult.WAIT:
             # A caller that gives up must not leave objects marked as being removed.

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
@@ -41,6 +41,7 @@ from moontide.log import get_logger
 from moontide.metrics import HealthServer
 from moontide.registry import Announcer, NodeRecord, connect, read_records
 from moontide.rpc import Server, grpc_errors
+from moontide.tls import Tls
 from moontide_proto.v1 import kvstore_pb2 as pb
 from moontide_proto.v1 import kvstore_pb2_grpc as pb_grpc
 
@@ -279,6 +280,7 @@ async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises: NodeLost when the segment is lost; ConfigError, StoreUnavailable at start."""
     boot_id = uuid.uuid4().hex
     node_id, host = config.node.node_id, config.node.host
+    tls = Tls.load(config.tls)
     async with AsyncExitStack() as stack:
         ssd = None
         if config.kvstore.ssd_dir:
@@ -331,7 +333,7 @@ async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
         health = HealthServer(metrics, lambda: watch.problem)
         stack.push_async_callback(health.close)
         http_port = await health.start(host, config.node.http_port)
-        server = Server()
+        server = Server(tls)
         stack.push_async_callback(server.close)
         service = KvStoreService(node, node_id=node_id, boot_id=boot_id, replicator=replicator)
         server.add(pb_grpc.add_KvStoreServicer_to_server, service, "moontide.v1.KvStore")
@@ -362,15 +364,31 @@ async def serve(config: KvStoreConfig, stop: asyncio.Event) -> None:
             capacity_bytes=pool.capacity_bytes,
             boot_id=boot_id,
         )
+
+        async def drain() -> None:
+            log.info("draining", reservations=pool.stats().reservations)
+            watch.problem = "the store process shuts down"
+            await announcer.close()
+            await server.set_serving(False)
+            await node.drain(config.kvstore.drain_s)
+            log.info("drained")
+
         try:
-            await _run_until(stop, node, watch, peers)
+            await _run_until(stop, node, watch, peers, drain=drain)
         except NodeLost:
             # First of all: one that stands still answers nobody who closes, and could still write into the memory of others.
             data_client.close()
             raise
 
 
-async def _run_until(stop: asyncio.Event, node: LocalStoreNode, watch: PoolWatch, peers: PeerCheck) -> None:
+async def _run_until(
+    stop: asyncio.Event,
+    node: LocalStoreNode,
+    watch: PoolWatch,
+    peers: PeerCheck,
+    *,
+    drain: Callable[[], Awaitable[None]],
+) -> None:
     tasks = [
         asyncio.create_task(node.run(), name="kvstore node"),
         asyncio.create_task(peers.run(), name="kvstore peers"),
@@ -382,6 +400,7 @@ async def _run_until(stop: asyncio.Event, node: LocalStoreNode, watch: PoolWatch
                 await asyncio.wait_for(stop.wait(), _WATCH_PERIOD_S)
             except TimeoutError:
                 continue
+        await drain()
     finally:
         for task in tasks:
             task.cancel()

@@ -15,8 +15,10 @@ from typing import Any, Self, cast
 import grpc.aio
 
 from moontide import rpc
+from moontide.config import TlsConfig
 from moontide.sampling_params import SampledToken
 from moontide.timeline import Timeline, TtftParts
+from moontide.tls import Tls
 from moontide.token_ids import pack_token_ids
 from moontide_proto.v1 import moontide_pb2, moontide_pb2_grpc
 
@@ -108,10 +110,11 @@ class ClusterInfo:
 class MoontideClient:
     """One connection to a conductor. Failed calls raise the errors of moontide/errors.py."""
 
-    def __init__(self, address: str, *, api_key: str = "") -> None:
+    def __init__(self, address: str, *, api_key: str = "", tls: TlsConfig | None = None) -> None:
+        """`tls`: with `ca_file` the connection is encrypted. Raises: ConfigError for files that cannot be used."""
         self._address = address
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(address, Tls.load(tls, serves=False) if tls is not None else None)
         self._stub = moontide_pb2_grpc.MoontideStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:

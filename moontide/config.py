@@ -14,10 +14,11 @@ import difflib
 import inspect
 import itertools
 import os
+import re
 import socket
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,9 @@ import yaml
 from moontide.errors import ConfigError
 
 T = TypeVar("T")
+_USER_PASSWORD = re.compile(r"(://[^/\s:@]*:)\S*@")
+"""A password that is not percent-encoded may hold anything: all up to the last @ of the word goes."""
+_QUERY_PASSWORD = re.compile(r"([?&]password=)[^&\s]*")
 
 
 def load_config(
@@ -76,8 +80,19 @@ def to_tree(config: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], _plain(tree))
 
 
+def shown_tree(config: Any) -> dict[str, Any]:
+    """`to_tree` as logs and terminals may show it: without passwords."""
+    return typing.cast(dict[str, Any], _map_text(to_tree(config), without_password))
+
+
 def to_yaml(config: Any) -> str:
-    return yaml.safe_dump(to_tree(config), sort_keys=False)
+    """`shown_tree` as YAML."""
+    return yaml.safe_dump(shown_tree(config), sort_keys=False)
+
+
+def without_password(text: str) -> str:
+    """`text` with *** for the password of an address: redis://user:password@host, or ?password=... behind it."""
+    return _QUERY_PASSWORD.sub(r"\1***", _USER_PASSWORD.sub(r"\1***@", text))
 
 
 def describe(cls: type[Any], prefix: str = "") -> str:
@@ -181,11 +196,39 @@ class RegistryConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("redis://", "rediss://", "unix://")):
-            raise ConfigError(f"registry.url={self.url!r} is no Redis address; write redis://host:port/0")
+            raise ConfigError(
+                f"registry.url={without_password(self.url)!r} is no Redis address; write redis://host:port/0"
+            )
         if self.lease_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"registry.lease_s={self.lease_s} must be at least twice registry.heartbeat_s={self.heartbeat_s}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """Section `tls`: certificates of this process, and whom it trusts (docs/decisions/019)."""
+
+    cert_file: str = ""
+    """PEM certificate, with those between it and the authority. With it the gRPC server and the conductor's HTTP APIs use TLS."""
+    key_file: str = ""
+    """PEM key of that certificate, not encrypted."""
+    ca_file: str = ""
+    """PEM authorities. With it every channel to another service uses TLS, verifies the peer, and shows the certificate if there is one."""
+    require_client_cert: bool = False
+    """Whether the gRPC server refuses clients without a certificate of the authorities."""
+    server_name: str = "moontide"
+    """DNS name that the certificate of a peer must hold; empty: the host in its address."""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert_file) != bool(self.key_file):
+            given, missing = ("cert_file", "key_file") if self.cert_file else ("key_file", "cert_file")
+            raise ConfigError(
+                f"tls.{given}={getattr(self, given)!r} is set without tls.{missing}; set both files of one certificate, or neither"
+            )
+        if self.require_client_cert and not (self.ca_file and self.cert_file):
+            missing = "tls.cert_file and tls.key_file" if self.ca_file else "tls.ca_file"
+            raise ConfigError(f"tls.require_client_cert needs {missing}; set it too, or require_client_cert to false")
 
 
 def check_port(name: str, port: int) -> None:
@@ -244,6 +287,9 @@ def _apply_override(cls: type[Any], tree: dict[str, Any], override: str) -> None
             raise ConfigError(unknown_key(here, [f"{parent}.{name}" if parent else name for name in fields]))
         hint = typing.get_type_hints(kind)[part]
         is_last = depth == len(parts) - 1
+        if _is_free(hint) and depth == len(parts) - 2:
+            _merge(node, {part: {parts[-1]: value}})
+            return
         if dataclasses.is_dataclass(hint) == is_last:
             raise ConfigError(
                 f"--set {dotted}: {here} is a {'section; name a setting in it' if is_last else 'setting, not a section'}"
@@ -255,6 +301,11 @@ def _apply_override(cls: type[Any], tree: dict[str, Any], override: str) -> None
         if not isinstance(node, dict):
             raise ConfigError(f"setting {here} must be a section (a mapping) in the config file")
         kind = typing.cast(type[Any], hint)
+
+
+def _is_free(hint: Any) -> bool:
+    """Whether a section takes any keys: somebody else reads it."""
+    return any(typing.get_origin(option) is dict for option in (hint, *typing.get_args(hint)))
 
 
 def _coerce(hint: Any, value: Any, name: str) -> Any:
@@ -297,6 +348,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A tree of plain values with every text changed."""
+    if isinstance(value, dict):
+        return {k: _map_text(v, change) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_map_text(v, change) for v in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

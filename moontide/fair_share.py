@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+PRIORITY_LABELS = ("high", "normal", "low")
+"""How metrics name the classes above, at and below 0: a client may ask for any number below its tenant's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -26,6 +29,13 @@ class Share:
     @property
     def key(self) -> tuple[int, str]:
         return self.priority, self.tenant
+
+    @property
+    def priority_label(self) -> str:
+        """One of PRIORITY_LABELS."""
+        if self.priority == 0:
+            return "normal"
+        return "high" if self.priority > 0 else "low"
 
 
 class DeficitRoundRobin:

@@ -134,7 +134,7 @@ def change_role(running: str, settings: Mapping[str, Any], role: str, place: Pla
             **asdict(place),
             "layer_split": _split_for(section.get("layer_split", ""), place.num_stages),
         }
-    common = {name: home.settings[name] for name in ("registry", "model", "kv", "store")}
+    common = {name: home.settings[name] for name in ("registry", "tls", "model", "kv", "store")}
     node = {**home.settings["node"], "node_id": renamed(node_id, role)}
     derived = {"node": node, **common, role: section, "home": asdict(home)}
     return Successor(role=role, settings=derived)
@@ -252,7 +252,15 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         code = main()
     except RoleChange as change:
         _execute(change.successor)
-    sys.exit(code)
+    # Not `sys.exit`: all is closed, and when requests were cut off the store's native library keeps the end of the interpreter for 5 s and
+    # more.
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _execute(successor: Successor) -> NoReturn:
@@ -265,6 +273,5 @@ def _execute(successor: Successor) -> NoReturn:
             # Those of native libraries too: a connection that lives on keeps its peer waiting.
             with suppress(OSError):
                 os.set_inheritable(int(name), False)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os.execv(sys.executable, [sys.executable, "-m", successor.module, "--config", f"/proc/self/fd/{settings}"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ from moontide.errors import (
     error_from_code,
 )
 from moontide.log import get_logger
+from moontide.tls import Certificates, Tls
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A 1M-token prompt is 4 MiB of ids, which gRPC's own default of 4 MiB refuses."""
@@ -43,6 +45,13 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
+_RECONNECT: list[tuple[str, Any]] = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+RENEWED_GRACE_S = 600.0
+"""Time that calls get to end on a connection that began with other certificates."""
+
 _CODE_KEY = "moontide-error"
 _PARAM_KEY = "moontide-param"
 _RETRY_AFTER_KEY = "moontide-retry-after-s"
@@ -50,12 +59,77 @@ _RETRY_AFTER_KEY = "moontide-retry-after-s"
 log = get_logger(__name__)
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `address`; the caller closes it. Reconnects quickly: a restarted peer is seen within a second."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)],
-    )
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to `address`, with TLS if `tls` verifies peers; the caller closes it.
+
+    Reconnects quickly: a restarted peer is seen within a second.
+    """
+    if tls is not None and tls.verifies_peers:
+        return _RenewedChannel(address, tls)
+    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *_RECONNECT])
+
+
+class _RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]
+    """A TLS channel that opens a new connection when the certificates have changed: gRPC's own keep those that they began with."""
+
+    def __init__(self, address: str, tls: Tls) -> None:
+        self._address = address
+        self._tls = tls
+        self._certificates = tls.current()
+        self._channel = self._open(self._certificates)
+        self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def renewed(self) -> grpc.aio.Channel:
+        """The channel for a call that begins now."""
+        if (certificates := self._tls.current()) is not self._certificates:
+            ending = asyncio.create_task(_close_later(self._channel), name=f"old channel {self._address}")
+            self._ending[ending] = self._channel
+            ending.add_done_callback(self._ending.pop)
+            self._certificates, self._channel = certificates, self._open(certificates)
+        return self._channel
+
+    async def close(self, grace: float | None = None) -> None:
+        for ending, channel in tuple(self._ending.items()):
+            ending.cancel()
+            await channel.close(grace)
+        await self._channel.close(grace)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return lambda *given, **call: self.renewed().unary_unary(method, *args, **options)(*given, **call)
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return lambda *given, **call: self.renewed().unary_stream(method, *args, **options)(*given, **call)
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return lambda *given, **call: self.renewed().stream_unary(method, *args, **options)(*given, **call)
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return lambda *given, **call: self.renewed().stream_stream(method, *args, **options)(*given, **call)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def _open(self, certificates: Certificates) -> grpc.aio.Channel:
+        credentials, options = self._tls.grpc_channel(certificates)
+        return grpc.aio.secure_channel(self._address, credentials, options=[*_OPTIONS, *_RECONNECT, *options])
+
+
+async def _close_later(channel: grpc.aio.Channel) -> None:
+    # Not `close(RENEWED_GRACE_S)`: gRPC ignores every later `close` of a channel that is closing, so its calls could not be ended earlier.
+    await asyncio.sleep(RENEWED_GRACE_S)
+    await channel.close()
 
 
 class Server:
@@ -64,7 +138,9 @@ class Server:
     `serving` starts False: health answers NOT_SERVING until `set_serving(True)`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        """With TLS if `tls` has a certificate."""
+        self._tls = tls if tls is not None and tls.has_certificate else None
         self._server = grpc.aio.server(options=[*_OPTIONS, ("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -80,7 +156,11 @@ class Server:
             [*self._service_names[1:], reflection.SERVICE_NAME, health.SERVICE_NAME], self._server
         )
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = (
+                self._server.add_insecure_port(f"{host}:{port}")
+                if self._tls is None
+                else self._server.add_secure_port(f"{host}:{port}", self._tls.grpc_server())
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the port is in use; choose another gRPC port"

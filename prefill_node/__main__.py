@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from moontide.config import load_service_config, to_tree
+from moontide.config import load_service_config, shown_tree
 from moontide.errors import MoontideError
 from moontide.log import get_logger, setup_logging
 from moontide.roles import run_program
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Raises: RoleChange when the process is to go on as a decode instance."""
     config = load_service_config(PrefillNodeConfig, argv, "One stage of a Moontide prefill group.")
     setup_logging(config.node.node_id)
-    log.info("starting", config=to_tree(config))
+    log.info("starting", config=shown_tree(config))
     try:
         return run_service(lambda stop: serve(config, stop))
     except MoontideError as error:

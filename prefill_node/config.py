@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.access import KvConfig, StoreAccessConfig
 from model_runner.config import DEFAULT_CONTEXTS, ModelConfig
-from moontide.config import NodeConfig, RegistryConfig, check_port
+from moontide.config import NodeConfig, RegistryConfig, TlsConfig, check_port
 from moontide.errors import ConfigError
 from moontide.roles import Home
 
@@ -113,6 +113,7 @@ class PrefillNodeConfig:
 
     node: NodeConfig
     registry: RegistryConfig
+    tls: TlsConfig = field(default_factory=TlsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     store: StoreAccessConfig

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.client import StoreClient
@@ -31,6 +32,7 @@ from moontide.errors import (
     RejectReason,
     TransferFailed,
 )
+from moontide.fair_share import PRIORITY_LABELS
 from moontide.log import get_logger
 from moontide_proto.v1 import prefill_pb2
 from prefill_node.admission import AdmissionQueue
@@ -108,6 +110,10 @@ class Coordinator:
     @property
     def num_waiting(self) -> int:
         return sum(not request.is_admitted for request in self._open.values())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     @property
     def num_running(self) -> int:
@@ -203,7 +209,9 @@ class Coordinator:
                 await asyncio.shield(self._release(prompt.key))
 
     def update_gauges(self) -> None:
-        self._metrics.waiting.set(self.num_waiting)
+        waiting = Counter(each.prompt.share.priority_label for each in self._open.values() if not each.is_admitted)
+        for label in PRIORITY_LABELS:
+            self._metrics.waiting.labels(label).set(waiting[label])
         self._metrics.running.set(self.num_running)
         self._metrics.queued_tokens.set(self.queued_tokens)
         session = self.session
@@ -360,6 +368,8 @@ class Coordinator:
             if copying is not None:
                 await self._await_copy(request, copying)
             cursor = await self._fetch(request) if request.hit_blocks else 0
+            if cursor:
+                self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
             renewing.cancel()
         request.fetch_ended_s = self._clock.now()
         return cursor
@@ -381,7 +391,6 @@ class Coordinator:
         fetched_blocks = await request.prompt.fetched
         num_new = fetched_blocks - request.prompt.held_blocks
         self._fetch_speed.add(num_new * self._layout.block_bytes, self._clock.now() - started_s)
-        self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
         if fetched_blocks < request.hit_blocks:
             self._metrics.rewinds.inc()
             log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from moontide.errors import ERRORS_BY_CODE
+from moontide.fair_share import PRIORITY_LABELS
 from moontide.metrics import ERROR_BUCKETS, LATENCY_BUCKETS_S, start_at_zero
 
 
@@ -62,7 +63,7 @@ class StageMetrics:
 class GroupMetrics:
     """What a group does with its requests."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, num_stages: int) -> None:
         self.ttft_seconds = Histogram(
             "prefill_ttft_seconds",
             "Arrival at stage 0 to the first token's departure.",
@@ -75,8 +76,10 @@ class GroupMetrics:
         )  # fmt: skip
         start_at_zero(self.requests, "completed", *ERRORS_BY_CODE)
         self.waiting = Gauge(
-            "prefill_waiting_requests", "Requests without pages or room in the store.", registry=registry
-        )
+            "prefill_waiting_requests", "Requests without pages or room in the store, by priority: high, normal, low.",
+            ["priority"], registry=registry,
+        )  # fmt: skip
+        start_at_zero(self.waiting, *PRIORITY_LABELS)
         self.running = Gauge("prefill_running_requests", "Requests with pages.", registry=registry)
         self.queued_tokens = Gauge(
             "prefill_queued_tokens", "Prompt tokens that no micro-batch has taken.", registry=registry
@@ -115,6 +118,7 @@ class GroupMetrics:
             "prefill_bubble_seconds", "Time that a stage was idle while its group had steps in flight.", ["stage"],
             registry=registry,
         )  # fmt: skip
+        start_at_zero(self.bubble_seconds, *map(str, range(num_stages)))
         self.drops = Counter(
             "prefill_drops", "Prompts whose pages were taken away for one that goes first.", registry=registry
         )
@@ -141,6 +145,7 @@ class GroupMetrics:
             "prefill_step_prediction_error", "Predicted over measured time of a step, minus 1.", ["stage"],
             buckets=ERROR_BUCKETS, registry=registry,
         )  # fmt: skip
+        start_at_zero(self.step_prediction_error, *map(str, range(num_stages)))
         self.prompt_prediction_error = Histogram(
             "prefill_prompt_prediction_error", "Predicted over measured compute time of a prompt, minus 1.",
             buckets=ERROR_BUCKETS, registry=registry,

@@ -35,6 +35,8 @@ from moontide.registry import Announcer, NodeRecord
 from moontide.roles import SERVICE_NAME as NODE_SERVICE_NAME
 from moontide.roles import NodeServicer, RoleSwitch, Successor
 from moontide.rpc import Server
+from moontide.slow_call import NoAnswerYet, SlowCall
+from moontide.tls import Tls
 from moontide_proto.v1 import node_pb2_grpc, prefill_pb2_grpc, stage_pb2
 from prefill_node.balance import UnevenStages, uneven_stages
 from prefill_node.config import PrefillNodeConfig, split_address
@@ -58,6 +60,8 @@ _CLOSE_TIMEOUT_S = 20.0
 """Longest wait for these jobs when the stage closes."""
 _ALONE_S = 60.0
 """A decode instance that became a stage waits so long for the others, also when one is lost later, and then becomes what it was."""
+_STORE_ANSWER_S = 5.0
+"""A store that has been asked for so long is a problem; the question goes on."""
 _STUCK_S = 300.0
 """With work in the log and no report for so long, a stage hangs although its heart beats."""
 
@@ -81,7 +85,10 @@ class Stage:
         transfer: Transfer,
         store_node: StoreNode,
         copier: Copier | None = None,
-        registry: CollectorRegistry | None = None,
+        tls: Tls | None = None,
+        registry: CollectorRegistry,
+        health: HealthServer,
+        http_address: str,
         clock: Clock | None = None,
         resources: AsyncExitStack | None = None,
     ) -> None:
@@ -92,6 +99,7 @@ class Stage:
             step_model: how long this stage takes for a step, if that is known.
             transfer: only its health is asked here.
             copier: has prefixes copied from other hosts; None: nobody has.
+            health: listens already, at `http_address`; who gives it closes it.
             resources: what this stage owns beyond its own parts; closed last.
         """
         self._config = config
@@ -113,13 +121,15 @@ class Stage:
         self._transfer = transfer
         self._store_node = store_node
         self._copier = copier
+        self._tls = tls
         self._clock: Clock = clock or MonotonicClock()
         self._resources = resources or AsyncExitStack()
         self._boot_id = secrets.token_hex(8)
-        registry = registry or CollectorRegistry()
         self._metrics = StageMetrics(registry)
-        self._group_metrics = GroupMetrics(registry) if config.prefill.stage_idx == 0 else None
-        self._health = HealthServer(registry, self.not_ready)
+        self._group_metrics = (
+            GroupMetrics(registry, num_stages=config.prefill.num_stages) if config.prefill.stage_idx == 0 else None
+        )
+        health.not_ready = self.not_ready
         self._threads = StageThreads(torch_threads=config.model.threads)
         self._listener: LinkListener | None = None
         self._leader: GroupLeader | None = None
@@ -130,12 +140,13 @@ class Stage:
         self._ungrouped = asyncio.Event()
         self._ungrouped.set()
         self._store_problem: str | None = "the store was not asked yet"
+        self._store_call = SlowCall(self._ask_store)
         self._store: NodeIdentity | None = None
         self._is_closing = False
         self.coordinator: Coordinator | None = None
         """On stage 0."""
         self.grpc_address = ""
-        self.http_address = ""
+        self.http_address = http_address
 
     @property
     def is_grouped(self) -> bool:
@@ -171,6 +182,8 @@ class Stage:
     async def close(self, *, grace_s: float = 0.0) -> None:
         """Leave the registry, let open requests end for up to `grace_s`, close everything. A later stage waits for its group's end."""
         self._is_closing = True
+        if grace_s > 0:
+            log.info("draining", requests=self.coordinator.num_open if self.coordinator else 0, grace_s=grace_s)
         if self._announcer is not None:
             await self._announcer.close()
         if self._server is not None:
@@ -180,14 +193,15 @@ class Stage:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store_call.close()
         if self._leader is not None:
             await self._leader.close()
         if self._listener is not None:
             await self._listener.close()
-        await self._health.close()
         # Cancelling the group's task may have cut short its own wait for the threads, and the pages go with the resources.
         await self._threads.close(timeout_s=_CLOSE_TIMEOUT_S)
         await self._resources.aclose()
+        log.info("closed")
 
     async def _start(self) -> None:
         node, prefill = self._config.node, self._config.prefill
@@ -195,7 +209,6 @@ class Stage:
         self._store = identity
         await require_store(self._config.store.master_http, identity.segment, host=node.host)
         await self._check_store()
-        self.http_address = f"{node.host}:{await self._health.start(node.host, node.http_port)}"
         hello = self._hello()
         if prefill.stage_idx > 0:
             self._listener = LinkListener(
@@ -246,7 +259,7 @@ class Stage:
             on_report=self._take_report,
         )
         await self._leader.start(*split_address("prefill.control_address", prefill.control_address))
-        self._server = Server()
+        self._server = Server(self._tls)
         servicer = PrefillServicer(
             self.coordinator,
             node_id=node.node_id,
@@ -537,25 +550,32 @@ class Stage:
                 self._leader.lose(f"no stage has reported progress for {_STUCK_S} s")
 
     async def _check_store(self) -> None:
-        """Raises: AttachmentLost, which ends this process."""
+        """Takes a heartbeat at most. Raises: AttachmentLost, which ends this process."""
+        try:
+            self._store_problem = await self._store_call.result(self._config.prefill.heartbeat_s)
+        except NoAnswerYet:
+            if self._store_call.age_s >= _STORE_ANSWER_S:
+                self._store_problem = f"the store has not answered for {_STORE_ANSWER_S:g} s ({self._store_addresses})"
+
+    async def _ask_store(self) -> str | None:
+        """Why the store cannot be used. Raises: AttachmentLost."""
         loop = asyncio.get_running_loop()
         if not await loop.run_in_executor(self._threads.watch, self._transfer.healthy):
-            self._store_problem = (
-                f"the store does not answer (master {self._config.store.master_http}, "
-                f"client {self._config.store.client_address})"
-            )
-            return
+            return f"the store does not answer ({self._store_addresses})"
         try:
             # Also tells a store process that was restarted which layout this group uses.
             identity = await self._store_node.register_layout(self._layout)
         except MoontideError as error:
-            self._store_problem = str(error)
-            return
-        self._store_problem = None
+            return str(error)
         if identity != self._store:
             self._store = identity
             if self.coordinator is not None:
                 self.coordinator.lose_store()
+        return None
+
+    @property
+    def _store_addresses(self) -> str:
+        return f"master {self._config.store.master_http}, client {self._config.store.client_address}"
 
     async def _publish(self) -> None:
         """Tell health checks and the registry."""

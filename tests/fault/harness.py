@@ -27,7 +27,7 @@ from moontide.client import ClusterInfo, GeneratedChunk, GenerateOptions, Moonti
 from moontide.errors import MoontideError
 from moontide.sampling_params import SampledToken
 from moontide.timeline import Timeline
-from moontide_proto.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from moontide_proto.v1 import decode_pb2, decode_pb2_grpc, moontide_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.cluster import RunningCluster, wait_for
 from tests.fakes.tiny_models import VOCAB_SIZE, tiny_model_dir
 
@@ -171,18 +171,24 @@ class Bench:
         temperature: float = 0.0,
         conductor: int = 0,
         key: str = "",
+        ttft_slo_s: float | None = None,
     ) -> Call:
         """Begin a request of `max_tokens` tokens, greedy unless told otherwise; `key` is its idempotency key."""
         call = Call(request_id, prompt)
         params = GenerateOptions(
             max_tokens=max_tokens, temperature=temperature, ignore_eos=True, logprobs=0, timeout_s=timeout_s
         )
-        chunks = self._clients[conductor].generate(prompt, params=params, request_id=request_id, idempotency_key=key)
+        chunks = self._clients[conductor].generate(
+            prompt, params=params, request_id=request_id, idempotency_key=key, ttft_slo_s=ttft_slo_s
+        )
         call.started(self.spawn(call.run(chunks)))
         return call
 
     def timeline(self, request_id: str) -> Timeline | None:
         return self.run(self._client.timeline(request_id))
+
+    def explain(self, request_id: str) -> moontide_pb2.Explanation | None:
+        return self.run(self._client.explain(request_id))
 
     def status(self, conductor: int = 0) -> ClusterInfo:
         return self.run(self._clients[conductor].status())
@@ -316,17 +322,17 @@ def frozen(cluster: RunningCluster, *names: str) -> Iterator[None]:
                 cluster.cont(name)
 
 
-def data_client_pid(cluster: RunningCluster) -> int:
+def data_client_pid(cluster: RunningCluster, store: str = "kvstore-0") -> int:
     """The process that owns the segment, the child of the store process."""
-    pid = cluster.pid("kvstore-0")
+    pid = cluster.pid(store)
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 
 
 @contextmanager
-def frozen_data_client(cluster: RunningCluster) -> Iterator[int]:
+def frozen_data_client(cluster: RunningCluster, store: str = "kvstore-0") -> Iterator[int]:
     """The process that owns the segment stands still inside the `with`, unless it is killed there; yields its id."""
-    pid = data_client_pid(cluster)
+    pid = data_client_pid(cluster, store)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield pid

@@ -118,6 +118,9 @@ def test_kill_leaves_nothing_the_next_up_works_on_the_same_ports_and_a_second_in
         assert up.out.count("\n") == 1
         assert f"http://127.0.0.1:{ports[1]}/v1" in up.out
         assert up.generate("hello", "--max-tokens", "4").returncode == 0
+        (targets,) = re.findall(r"file_sd_configs: (\S+)", up.err)
+        components = {group["labels"]["component"] for group in json.loads(Path(targets).read_text())}
+        assert components == {"conductor", "prefill", "decode", "kvstore", "master"}
 
         second = subprocess.run(
             [*MOONTIDE, "up", "--model", str(tiny_model), *ports],

@@ -44,6 +44,7 @@ class Front:
     answer_ids: list[int]
     """Ids of ANSWER_TEXT, without the end token that the nodes send after them."""
     prompt_ids: list[int]
+    api: OpenAiApi
     http_url: str = ""
     grpc_address: str = ""
 
@@ -103,7 +104,9 @@ async def open_front(
         node=NodeConfig(node_id="conductor-0"),
         registry=RegistryConfig(url="redis://127.0.0.1:1/0", heartbeat_s=0.02, lease_s=0.1),
         conductor=ConductorSettings(
-            model_dir=model_dir, served_model_name=MODEL, **{"default_timeout_s": 30.0, "lease_s": 0.3, **settings}
+            model_dir=model_dir,
+            served_model_name=MODEL,
+            **{"default_timeout_s": 30.0, "lease_s": 0.3, "nodes_wait_s": 0.0, **settings},
         ),
     )
     metrics = ConductorMetrics(CollectorRegistry())
@@ -119,12 +122,17 @@ async def open_front(
         metrics=metrics,
         clock=MonotonicClock(),
     )
+    tenants = TenantDirectory(config.conductor, config.registry, metrics)
+    api = OpenAiApi(conductor, tenants, max_body_bytes=config.conductor.max_body_bytes)
     front = Front(
-        cluster=cluster, conductor=conductor, model_dir=model_dir, answer_ids=answer_ids, prompt_ids=prompt_ids
+        cluster=cluster,
+        conductor=conductor,
+        model_dir=model_dir,
+        answer_ids=answer_ids,
+        prompt_ids=prompt_ids,
+        api=api,
     )
     server = Server()
-    tenants = TenantDirectory(config.conductor, config.registry)
-    api = OpenAiApi(conductor, tenants, max_body_bytes=config.conductor.max_body_bytes)
     grpc_api.add_to(server, conductor, tenants, RoleManager(config, registry, metrics, MonotonicClock()))
     try:
         await cluster.start()

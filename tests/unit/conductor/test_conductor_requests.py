@@ -348,11 +348,45 @@ async def test_equal_client_ids_stay_apart_on_the_nodes(front: Front) -> None:
 
 
 @pytest.mark.parametrize(("role", "node_id"), [("prefill", "prefill-0"), ("decode", "decode-0"), ("store", "store-0")])
-async def test_new_request_without_nodes_is_refused_at_once(front: Front, role: str, node_id: str) -> None:
-    await front.cluster.registry.remove(node_id)
-    assert role in (front.conductor.not_ready() or "")
-    with pytest.raises(NoCapacity, match=role):
-        await front.generate()
+async def test_new_request_waits_for_nodes_that_went_a_moment_ago(model_dir: Path, role: str, node_id: str) -> None:
+    async with open_front(model_dir, nodes_wait_s=30.0) as front:
+        record = front.cluster.registry.records[node_id]
+        assert front.conductor.not_ready() is None
+        await front.cluster.registry.remove(node_id)
+        assert front.conductor.not_ready() is None, "a load balancer goes on sending requests"
+        waiting = asyncio.create_task(front.generate())
+        await until(lambda: front.conductor.num_active == 1)
+        assert not waiting.done(), role
+        await front.cluster.registry.set(record)
+        assert text_of(await waiting) == ANSWER_TEXT
+        await front.settle()
+
+
+@pytest.mark.parametrize("nodes_wait_s", [0.0, 0.05])
+@pytest.mark.parametrize(("role", "node_id"), [("prefill", "prefill-0"), ("decode", "decode-0"), ("store", "store-0")])
+async def test_new_request_without_nodes_is_refused_when_they_stay_away(
+    model_dir: Path, role: str, node_id: str, nodes_wait_s: float
+) -> None:
+    async with open_front(model_dir, nodes_wait_s=nodes_wait_s) as front:
+        assert front.conductor.not_ready() is None
+        await front.cluster.registry.remove(node_id)
+        await until(lambda: role in (front.conductor.not_ready() or ""))
+        with pytest.raises(NoCapacity, match=role):
+            await front.generate()
+
+
+async def test_conductor_that_never_saw_its_nodes_is_not_ready(model_dir: Path) -> None:
+    async with open_front(model_dir, nodes_wait_s=30.0) as front:
+        await front.cluster.registry.remove("decode-0")
+        assert "decode" in (front.conductor.not_ready() or "")
+
+
+async def test_long_answer_outlives_more_nodes_than_it_has_attempts_in_a_row(model_dir: Path) -> None:
+    async with open_front(model_dir, max_attempts=2) as front:
+        front.cluster.decode[0].faults.extend(["lost 1"] * 4)
+        assert text_of(await front.generate()) == ANSWER_TEXT
+        assert front.metric("conductor_retries_total", reason="NodeLost") == 4
+        await front.settle()
 
 
 async def test_too_many_requests_are_refused(model_dir: Path) -> None:
@@ -367,17 +401,19 @@ async def test_too_many_requests_are_refused(model_dir: Path) -> None:
         await front.settle()
 
 
-async def test_drain_refuses_new_requests_and_finishes_running_ones(front: Front) -> None:
+async def test_drain_finishes_running_requests_and_those_that_come_meanwhile(front: Front) -> None:
     front.cluster.decode[0].may_step.clear()
     running = asyncio.create_task(front.generate())
     await until(lambda: bool(front.cluster.prefill[0].completed))
     drain = asyncio.create_task(front.conductor.drain(10.0))
     await until(lambda: front.conductor.not_ready() is not None)
-    with pytest.raises(NoCapacity, match="shutting down"):
-        await front.generate()
+    late = asyncio.create_task(front.generate(request_id="late"))
+    await until(lambda: front.conductor.num_active == 2)
     front.cluster.decode[0].may_step.set()
-    assert text_of(await running) == ANSWER_TEXT
+    assert text_of(await running) == text_of(await late) == ANSWER_TEXT
     await drain
+    with pytest.raises(NoCapacity, match="shutting down"):
+        await front.generate(request_id="too late")
 
 
 async def test_prompt_and_answer_must_fit_the_context(front: Front) -> None:

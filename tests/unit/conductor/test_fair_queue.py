@@ -12,6 +12,7 @@ from conductor.tenants import Tenant
 from moontide.clock import MonotonicClock
 from moontide.deadline import Deadline
 from moontide.errors import DeadlineExceeded, Rejected, RejectReason
+from moontide.fair_share import PRIORITY_LABELS
 from tests.fakes.clock import FakeClock
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -72,7 +73,7 @@ async def test_nobody_waits_while_the_groups_take_work(groups: Groups) -> None:
 
 async def test_tenants_take_turns_however_many_requests_one_has(groups: Groups) -> None:
     tasks = await groups.waiting(*[(A, 0)] * 6, *[(B, 0)] * 3)
-    assert (groups.queue.num_waiting, groups.queue.waiting_s) == (9, 9.0)
+    assert (groups.queue.num_waiting, groups.queue.waiting_s_of("normal")) == (9, 9.0)
     first = await groups.take(6, room_s=5.5)
     assert sorted(first) == list("aaabbb")
     assert await groups.take(3, room_s=2.5) == "aaa"
@@ -92,6 +93,7 @@ async def test_work_counts_and_not_requests(groups: Groups) -> None:
 
 async def test_a_higher_class_goes_first(groups: Groups) -> None:
     tasks = await groups.waiting((A, 0), (A, 0), (B, 1), (B, 1))
+    assert [groups.queue.num_waiting_of(label) for label in PRIORITY_LABELS] == [2, 2, 0]
     assert await groups.take(4, room_s=3.5) == "bbaa"
     await asyncio.gather(*tasks)
 

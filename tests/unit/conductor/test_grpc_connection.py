@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from front import until
 
 from conductor.grpc_connection import GrpcConnection, GrpcStream
 from moontide.errors import NodeLost
 from moontide.rpc import MAX_MESSAGE_BYTES, Server, abort
+from moontide.tls import Tls
+from tests.fakes.certificates import CertificateFiles
 
 PATH = "/test.Echo/Echo"
 Echo = Callable[[AsyncIterator[bytes], Any], AsyncIterator[bytes]]
@@ -37,8 +42,8 @@ async def echo(messages: AsyncIterator[bytes], _context: Any) -> AsyncIterator[b
 
 
 @asynccontextmanager
-async def serving(behave: Echo) -> AsyncIterator[tuple[Server, str]]:
-    server = Server()
+async def serving(behave: Echo, tls: Tls | None = None) -> AsyncIterator[tuple[Server, str]]:
+    server = Server(tls)
     handler = grpc.method_handlers_generic_handler("test.Echo", {"Echo": grpc.stream_stream_rpc_method_handler(behave)})
     server.add(lambda _, grpc_server: grpc_server.add_generic_rpc_handlers((handler,)), None, "test.Echo")
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -49,9 +54,9 @@ async def serving(behave: Echo) -> AsyncIterator[tuple[Server, str]]:
 
 
 @asynccontextmanager
-async def connected(behave: Echo = echo) -> AsyncIterator[GrpcConnection]:
-    async with serving(behave) as (_, address):
-        connection = await GrpcConnection.open(address)
+async def connected(behave: Echo = echo, tls: Tls | None = None) -> AsyncIterator[GrpcConnection]:
+    async with serving(behave, tls) as (_, address):
+        connection = await GrpcConnection.open(address, tls)
         try:
             yield connection
         finally:
@@ -93,9 +98,11 @@ async def test_messages_of_every_size_come_back_in_order() -> None:
         assert not heard.ends
 
 
-async def test_more_than_every_window_passes_both_ways() -> None:
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_more_than_every_window_passes_both_ways(with_tls: bool, tmp_path: Path) -> None:
     """Four streams of 20 MiB; what the peer sends ahead is bounded, so windows must be given back."""
-    async with connected() as connection:
+    tls = Tls(CertificateFiles(tmp_path).config()) if with_tls else None
+    async with connected(tls=tls) as connection:
         heard = [Heard() for _ in range(4)]
         streams = [one.call(connection) for one in heard]
         message = bytes(1_000_000)
@@ -171,6 +178,40 @@ async def test_death_of_the_peer_ends_every_call_and_every_later_one() -> None:
         assert late.ends[0][0] is grpc.StatusCode.UNAVAILABLE
         connection.close()
         assert [len(one.ends) for one in (*heard, late)] == [1, 1, 1]
+
+
+async def test_a_peer_is_verified_and_verifies(tmp_path: Path) -> None:
+    files, others = CertificateFiles(tmp_path / "own"), CertificateFiles(tmp_path / "others")
+    async with serving(echo, Tls(files.config())) as (_, address):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await GrpcConnection.open(address, Tls(others.config()))
+        connection = await GrpcConnection.open(address, Tls(files.client_config()))
+        heard = Heard()
+        heard.call(connection).send(b"x")
+        await until(lambda: bool(heard.ends))
+        assert heard.ends[0][0] is grpc.StatusCode.UNAVAILABLE, "it shows no certificate"
+        connection.close()
+
+
+async def test_new_certificates_are_used_by_new_connections(tmp_path: Path) -> None:
+    files = CertificateFiles(tmp_path)
+    tls = Tls(files.config())
+    async with serving(echo, tls) as (_, address):
+        for authority in (files.authority, trustme.CA()):
+            files.issue(authority=authority)
+            connection = await GrpcConnection.open(address, tls)
+            heard = Heard()
+            heard.call(connection).send(b"x")
+            await until(lambda heard=heard: heard.messages == [b"x"])  # type: ignore[misc]
+            connection.close()
+
+
+async def test_tls_without_http2_is_refused(tmp_path: Path) -> None:
+    tls = Tls(CertificateFiles(tmp_path).config(require_client_cert=False))
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=tls.http_server())
+    with pytest.raises(OSError, match="speaks TLS but no HTTP/2"):
+        await GrpcConnection.open(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", tls)
+    server.close()
 
 
 async def test_nobody_there() -> None:

@@ -397,19 +397,43 @@ async def test_models(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> No
     assert (await http.get("/v1/models/other")).status_code == 404
 
 
-async def test_readiness_follows_the_nodes(front: Front, http: httpx.AsyncClient) -> None:
-    for path in ("/ready", "/health", "/live"):
-        assert (await http.get(path)).status_code == 200
-    await front.cluster.registry.remove("decode-0")
-    for path in ("/ready", "/health"):
-        response = await http.get(path)
+async def test_readiness_follows_the_nodes(model_dir: Path) -> None:
+    async with open_front(model_dir) as front, httpx.AsyncClient(base_url=front.http_url) as http:
+        for path in ("/ready", "/health", "/live"):
+            assert (await http.get(path)).status_code == 200
+        await front.cluster.registry.remove("decode-0")
+        for path in ("/ready", "/health"):
+            response = await http.get(path)
+            assert response.status_code == 503
+            assert "no decode instance is alive" in response.text
+        assert (await http.get("/live")).status_code == 200
+        response = await http.post("/v1/completions", json=completion())
         assert response.status_code == 503
-        assert "no decode instance is alive" in response.text
-    assert (await http.get("/live")).status_code == 200
-    response = await http.post("/v1/completions", json=completion())
-    assert response.status_code == 503
-    assert response.headers["Retry-After"] == "1"
-    assert "no decode instance is alive" in response.json()["error"]["message"]
+        assert response.headers["Retry-After"] == "1"
+        assert "no decode instance is alive" in response.json()["error"]["message"]
+
+
+async def test_conductor_that_leaves_serves_what_comes_on_open_connections_and_closes_them(
+    front: Front, http: httpx.AsyncClient
+) -> None:
+    async with httpx.AsyncClient(base_url=front.http_url) as idle:
+        for client in (http, idle):
+            assert "Connection" not in (await client.post("/v1/completions", json=completion())).headers
+        leaving = asyncio.create_task(front.api.leave(10.0))
+        await until(lambda: front.api.num_connections == 2)
+        for client in (http, idle):
+            assert not leaving.done()
+            response = await client.post("/v1/completions", json=completion())
+            assert (response.status_code, response.headers["Connection"]) == (200, "close")
+        await leaving
+        with pytest.raises(httpx.ConnectError):
+            await idle.get("/live")
+
+
+async def test_conductor_that_leaves_waits_a_while_for_idle_connections(front: Front, http: httpx.AsyncClient) -> None:
+    await http.get("/live")
+    await front.api.leave(0.05)
+    assert front.api.num_connections == 1
 
 
 async def test_metrics_and_version(http: httpx.AsyncClient) -> None:

@@ -18,6 +18,7 @@ from kvstore.block import hash_blocks, root_hash
 from kvstore.index import KvEntry, Stored
 from moontide.errors import ConfigError
 from moontide.registry import NodeRecord
+from moontide.tls import Tls
 from tests.fakes.layouts import TINY_LAYOUT as LAYOUT
 
 RECORD = NodeRecord(
@@ -45,8 +46,8 @@ async def test_everything_that_the_config_names_is_opened(monkeypatch: pytest.Mo
     ports = []
     start = IndexerApi.start
 
-    async def noting_port(self: IndexerApi, host: str, port: int) -> int:
-        ports.append(await start(self, host, port))
+    async def noting_port(self: IndexerApi, host: str, port: int, tls: Tls | None = None) -> int:
+        ports.append(await start(self, host, port, tls))
         return ports[-1]
 
     monkeypatch.setattr(IndexerApi, "start", noting_port)

@@ -88,6 +88,14 @@ def test_loads_are_predicted_times_over_the_slos_or_how_full_a_node_is() -> None
     assert pool_loads([waiting], **SLOS)["decode"].load == pytest.approx(3.0)
 
 
+def test_what_waits_in_conductors_counts_for_all_groups_alike() -> None:
+    """Groups get only `conductor.release_queue_s` of work ahead, which may be less than the SLO."""
+    waiting = [node("c0", "conductor", queued_s=5.0), node("c1", "conductor", queued_s=1.0), node("c2", "conductor")]
+    loads = pool_loads([node("p0", "prefill", queued_s=1.0), node("p1", "prefill"), *waiting], **SLOS)
+    assert loads["prefill"] == PoolLoad(num_units=2, load=(0.5 + 0.0 + 3.0) / 2)
+    assert pool_loads(waiting, **SLOS)["prefill"] == PoolLoad(num_units=0, load=0.0)
+
+
 def test_proposal_needs_a_shortage_that_lasts() -> None:
     controller = RoleController()
     assert controller.propose(pools(1.5, 0.2), 0.0) is None
@@ -191,7 +199,8 @@ class Rig:
 @asynccontextmanager
 async def managed(mode: str, *, conductors: tuple[str, ...] = ("conductor-0",)) -> AsyncIterator[Rig]:
     """Of `conductor-0`, in a cluster that is short of prefill."""
-    settings = {"node": {"node_id": "decode-1"}, "registry": {}, "model": {}, "kv": {}, "store": {}, "decode": {}}
+    sections = ("registry", "tls", "model", "kv", "store", "decode")
+    settings = {"node": {"node_id": "decode-1"}} | {name: {} for name in sections}
     switch = RoleSwitch("decode", {**settings, "prefill": place("decode-1")}, check=agree)
     server = Server()
     server.add(node_pb2_grpc.add_NodeServicer_to_server, NodeServicer(switch), SERVICE_NAME)

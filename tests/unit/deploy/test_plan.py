@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_cluster_config
-from deploy.local import CONFIG_CLASSES
+from deploy.local import CONFIG_CLASSES, scrape_targets
 from deploy.plan import Binaries, ClusterPlan, fixed_ports, plan_cluster
 from moontide.config import build
 
@@ -39,6 +39,22 @@ def test_services_accept_their_planned_settings() -> None:
     for spec in make_plan("deploy.stages=2").processes:
         if spec.module:
             build(CONFIG_CLASSES[spec.role], spec.config)
+
+
+def test_every_service_gets_the_certificates_by_absolute_path() -> None:
+    overrides = ("tls.cert_file=pki/tls.crt", "tls.key_file=/pki/tls.key", "tls.ca_file=/pki/ca.crt")
+    plan = make_plan(*overrides, "tls.server_name=inside")
+    sections = [spec.config["tls"] for spec in plan.processes if spec.module]
+    assert len(sections) == 5
+    assert all(section == sections[0] for section in sections)
+    assert sections[0]["cert_file"] == str(Path("pki/tls.crt").absolute())
+    assert (sections[0]["key_file"], sections[0]["server_name"]) == ("/pki/tls.key", "inside")
+    assert [spec.name for spec in plan.processes if spec.serves_https] == ["conductor-0"]
+    schemes = {
+        target["labels"]["instance"]: target["labels"].get("__scheme__") for target in scrape_targets(plan.processes)
+    }
+    assert [name for name, scheme in schemes.items() if scheme == "https"] == ["conductor-0"]
+    assert not any(spec.serves_https for spec in make_plan().processes)
 
 
 def test_each_store_process_gets_its_own_directory_on_the_ssd() -> None:

@@ -17,12 +17,12 @@ from decode_node.config import DecodeNodeConfig
 from deploy.config import ClusterConfig
 from deploy.grafana.declared import Metric, declared_metrics
 from deploy.prometheus.rules import (
+    DEFAULT_SLOS,
     RULES_FILE,
     RUNBOOKS,
     Alert,
     Times,
     WrongOption,
-    default_slos,
     groups,
     main,
     parse,
@@ -36,7 +36,7 @@ from prefill_node.config import PrefillNodeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ROOT / RUNBOOKS
-HEADINGS = ["Symptom", "What it means", "Look at", "Do", "Verify"]
+HEADINGS = ["Symptom", "What it means", "Look at", "Do", "Verify", "Staged"]
 PACKAGES = ("moontide", "kvstore", "prefill_node", "decode_node", "conductor")
 SCRAPED = {"namespace", "instance", "component"}
 """Labels that a scrape adds."""
@@ -50,12 +50,12 @@ _SERIES = re.compile(r"(?:conductor|prefill|decode|kvstore)_[a-z0-9_]+|moontide:
 
 @functools.cache
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in rule_file(default_slos())["groups"] for rule in group["rules"]]
+    return [rule for group in rule_file(DEFAULT_SLOS)["groups"] for rule in group["rules"]]
 
 
 @functools.cache
 def alerts() -> list[Alert]:
-    return [rule for group in groups(default_slos()) for rule in group.rules if isinstance(rule, Alert)]
+    return [rule for group in groups(DEFAULT_SLOS) for rule in group.rules if isinstance(rule, Alert)]
 
 
 def selectors(expr: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -92,8 +92,8 @@ def pages() -> list[Path]:
 
 
 def test_the_checked_in_rules_are_what_the_program_writes() -> None:
-    assert RULES_FILE.read_text() == render(rule_file(default_slos())), "run `make rules`"
-    assert yaml.safe_load(RULES_FILE.read_text()) == rule_file(default_slos())
+    assert RULES_FILE.read_text() == render(rule_file(DEFAULT_SLOS)), "run `make rules`"
+    assert yaml.safe_load(RULES_FILE.read_text()) == rule_file(DEFAULT_SLOS)
 
 
 def test_every_series_and_label_of_a_rule_exists() -> None:
@@ -163,9 +163,22 @@ def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
         assert any([] in each for each in expectations), f"no test of {alert.name} has a time without alerts"
 
 
+def test_inhibitions_are_about_alerts_that_exist() -> None:
+    names = {alert.name for alert in alerts()}
+    config = yaml.safe_load((RULES_FILE.parent / "alertmanager.yaml").read_text())
+    for rule in config["inhibit_rules"]:
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
+            wanted = re.fullmatch(r'alertname=~?"(.+)"', matcher)
+            if wanted and wanted[1] != "Moontide.*":
+                matching = {name for name in names if re.fullmatch(wanted[1], name)}
+                assert len(matching) >= wanted[1].count("|") + 1, matcher
+    table = (RULES_FILE.parent / "README.md").read_text().partition("## Quiet while the cause is known")[2]
+    assert set(re.findall(r"Moontide[A-Z]\w+", table)) <= names
+
+
 def test_unit_tests_evaluate_groups_in_the_order_of_the_file() -> None:
     """promtool's own order is random, so alerts would now and then miss what is recorded at the same moment."""
-    order = [group.name for group in groups(default_slos())]
+    order = [group.name for group in groups(DEFAULT_SLOS)]
     for path in (RULES_FILE.parent / "tests").glob("*.yaml"):
         assert yaml.safe_load(path.read_text())["group_eval_order"] == order, path.name
 
@@ -213,7 +226,7 @@ def settings(section: str) -> set[str]:
 
 
 def test_a_scaled_file_differs_in_durations_alone() -> None:
-    production, staged = (render(rule_file(default_slos(), window_scale=scale)) for scale in (1.0, 0.02))
+    production, staged = (render(rule_file(DEFAULT_SLOS, window_scale=scale)) for scale in (1.0, 0.02))
     durations = re.compile(rf"(?<=\[)\d+{UNITS}(?=\])|(?<=for: )\d+{UNITS}|(?<=interval: )\d+{UNITS}")
     assert durations.sub("", production) == durations.sub("", staged)
     before, after = durations.findall(production), durations.findall(staged)

@@ -312,3 +312,24 @@ async def test_objects_in_other_segments_are_counted_above_a_fill_level(
     await world.reserve("c", "4")
     await world.node.seal(request_id="c", epoch=1, first_block=0, num_blocks=1)
     await world.node.close()
+
+
+async def test_drain_grants_nothing_new_and_lets_what_is_reserved_come_to_its_end(world: World) -> None:
+    await world.reserve("open", "a")
+    drain = asyncio.create_task(world.node.drain(10.0))
+    await asyncio.sleep(0)
+    with pytest.raises(NodeLost, match="shuts down"):
+        await world.reserve("new", "b")
+    assert (await world.reserve("open", "a")).result is ReserveResult.RESERVED, "asked once more, as after a lost reply"
+    world.put("open", "a")
+    await world.node.seal(request_id="open", epoch=1, first_block=0, num_blocks=1)
+    assert await world.node.renew(["open"], lease_s=10.0) == []
+    assert not drain.done()
+    await world.node.release(request_id="open", epoch=1)
+    await asyncio.wait_for(drain, 5.0)
+
+
+async def test_drain_gives_up_after_its_time(world: World) -> None:
+    await world.reserve("open", "a")
+    await world.node.drain(0.01)
+    assert world.pool.stats().reservations == 1

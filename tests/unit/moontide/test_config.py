@@ -1,9 +1,19 @@
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moontide.config import NodeConfig, RegistryConfig, api_key, describe, load_config, load_service_config, to_yaml
+from moontide.config import (
+    NodeConfig,
+    RegistryConfig,
+    api_key,
+    describe,
+    load_config,
+    load_service_config,
+    shown_tree,
+    to_yaml,
+)
 from moontide.errors import ConfigError
 
 
@@ -25,6 +35,8 @@ class OuterConfig:
     """Whether."""
     peers: tuple[str, ...] = ()
     """Addresses."""
+    other: dict[str, Any] | None = None
+    """Section of another program."""
 
 
 def test_file_and_overrides_are_merged_and_the_override_wins(tmp_path: Path) -> None:
@@ -34,6 +46,13 @@ def test_file_and_overrides_are_merged_and_the_override_wins(tmp_path: Path) -> 
     assert config == OuterConfig(
         inner=InnerConfig(size_tokens=256, ratio=1.0, name="x"), enabled=False, peers=("a:1", "b:2")
     )
+
+
+def test_override_reaches_a_section_that_somebody_else_reads(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("other: {kept: 1, changed: 2}\n")
+    assert load_config(OuterConfig, path=path, overrides=["other.changed=3"]).other == {"kept": 1, "changed": 3}
+    assert load_config(OuterConfig, overrides=["other.new=a:1"]).other == {"new": "a:1"}
 
 
 def test_printed_config_reads_back_as_the_same_config(tmp_path: Path) -> None:
@@ -109,3 +128,37 @@ def test_commands_take_their_api_key_from_the_environment(monkeypatch: pytest.Mo
     assert api_key() == ""
     monkeypatch.setenv("MOONTIDE_API_KEY", "sk-1")
     assert api_key() == "sk-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    registry: RegistryConfig
+    peers: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("rediss://user:secret@redis.llm.svc:6379/0", "rediss://user:***@redis.llm.svc:6379/0"),
+        ("redis://:secret@redis:6379", "redis://:***@redis:6379"),
+        ("redis://:se/c:ret@secret@redis:6379", "redis://:***@redis:6379"),
+        ("unix:///run/redis.sock?db=1&password=secret", "unix:///run/redis.sock?db=1&password=***"),
+    ],
+)
+def test_a_password_is_in_no_config_that_is_shown(url: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServiceConfig(registry=RegistryConfig(url=url), peers=(url,))
+    tree = shown_tree(config)
+    assert (tree["registry"]["url"], tree["peers"]) == (shown, [shown])
+    with pytest.raises(SystemExit):
+        load_service_config(ServiceConfig, ["--set", f"registry.url={url}", "--print-config"], "a service")
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert "secret" not in printed
+    assert config.registry.url == url
+
+
+def test_a_password_is_not_in_the_error_about_its_address() -> None:
+    with pytest.raises(ConfigError, match=r"http://:\*\*\*@redis") as refused:
+        RegistryConfig(url="http://:secret@redis")
+    assert "secret" not in str(refused.value)

@@ -34,6 +34,7 @@ def decode_settings(**sections: Any) -> dict[str, Any]:
     return {
         "node": {"node_id": "decode-1", "grpc_port": 50, "host": "127.0.0.1"},
         "registry": {"url": "redis://secret@127.0.0.1:1/0"},
+        "tls": {"ca_file": "/ca.crt"},
         "model": {"name": "m"},
         "kv": {"block_tokens": 64},
         "store": {"service_address": "s:1"},
@@ -57,6 +58,7 @@ def test_there_and_back_is_what_it_was() -> None:
     assert (there.module, there.node_id) == ("prefill_node", "decode-1.prefill")
     assert there.settings["prefill"] == {**start["prefill"], "layer_split": ""}, "that split is of two stages"
     assert "decode" not in there.settings
+    assert there.settings["tls"] == start["tls"]
     back = change_role("prefill", there.settings, "decode")
     assert back.node_id == "decode-1"
     assert back.settings == {name: value for name, value in start.items() if name != "home"}

@@ -59,7 +59,7 @@ class World:
             step_models=[model],
             send=self.entries.append,
             clock=self.clock,
-            metrics=GroupMetrics(self.registry),
+            metrics=GroupMetrics(self.registry, num_stages=1),
         )
         self._orders = itertools.count()
 

@@ -18,6 +18,7 @@ from model_runner.runner import Segment, StageRunner
 from moontide import rpc
 from moontide.errors import NodeLost, TransferFailed
 from moontide_proto.v1 import prefill_pb2_grpc
+from prefill_node import stage as stage_module
 from tests.unit.prefill_node.rig import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -289,6 +290,20 @@ async def test_store_that_is_down_turns_ready_red_and_back(model_dir: Path) -> N
         assert (record.role, record.load["free_pages"], record.load["num_pages"]) == ("prefill", 64, 64)
         metrics = (await http.get(f"http://{group.stages[0].http_address}/metrics")).text
         assert "prefill_ttft_seconds_bucket" in metrics
+        await assert_serves(group)
+
+
+async def test_store_that_stands_still_turns_ready_red_and_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not refuse: it does not answer, and what was asked is answered when it goes on."""
+    monkeypatch.setattr(stage_module, "_STORE_ANSWER_S", 0.05)
+    goes_on = threading.Event()
+    async with running_group(model_dir, num_stages=1) as group:
+        monkeypatch.setattr(group.stages[0]._transfer, "healthy", lambda: goes_on.wait(WAIT_S))
+        await eventually(lambda: "has not answered for" in str(group.stages[0].not_ready()), "a red stage")
+        goes_on.set()
+        await group.until_ready()
         await assert_serves(group)
 
 

@@ -438,3 +438,27 @@ async def test_prompt_that_starves_for_room_in_the_store_lets_one_without_pages_
         for prompt, answer in zip(prompts.values(), await asyncio.gather(*calls), strict=True):
             assert answer.token_id == reference_token(model_dir, prompt)
         await group.until_idle()
+        metrics = coordinator._metrics
+        resumed = [sample.value for family in metrics.drops.collect() for sample in family.samples]
+        hits = [sample.value for family in metrics.page_hit_tokens.collect() for sample in family.samples]
+        assert max(resumed) > 0
+        assert max(hits) == 0, "pages that a prompt finds again when it goes on are no prefix hit"
+
+
+async def test_the_queue_is_shown_by_priority(model_dir: Path) -> None:
+    async with running_group(model_dir, num_stages=1, num_pages=2) as group:
+        group.gates.exists.shut()
+        coordinator = group.stages[0].coordinator
+        calls = [asyncio.create_task(group.prefill(make_prompt(2 * BLOCK_TOKENS), "holds"))]
+        await eventually(lambda: group.gates.exists.arrived > 0, "the first request at its seal")
+        for number, priority in enumerate((-7, -1, 5)):
+            prompt = make_prompt(BLOCK_TOKENS)
+            calls.append(asyncio.create_task(group.prefill(prompt, f"waits-{number}", priority=priority)))
+        await eventually(lambda: coordinator.num_waiting == 3, "waiting requests")
+        coordinator.update_gauges()
+        gauge = coordinator._metrics.waiting
+        shown = {sample.labels["priority"]: sample.value for family in gauge.collect() for sample in family.samples}
+        assert shown == {"high": 1, "normal": 0, "low": 2}
+        group.gates.exists.open()
+        await asyncio.gather(*calls)
+        await group.until_idle()
