@@ -117,6 +117,7 @@ async def serve(config: ConductorConfig, stop: asyncio.Event) -> None:
         )
         await _keep_health(server, conductor, stop, period_s=config.registry.heartbeat_s)
         log.info("draining", active=conductor.num_active, connections=api.num_connections)
+        conductor.begin_drain()
         await announcer.close()
         await server.set_serving(False)
         async with asyncio.TaskGroup() as leaving:

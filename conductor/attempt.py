@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -246,9 +246,10 @@ class Attempt:
             priority=spec.priority,
             copy_blocks=self.choice.replicate_blocks,
         )
-        call = stub.Prefill(request, timeout=spec.deadline.remaining_s())
+        call: Any = None
         is_complete = False
         try:
+            call = stub.Prefill(request, timeout=spec.deadline.remaining_s())
             async for event in call:
                 is_complete = event.WhichOneof("event") == "completed"
                 self._deliver(event)
@@ -263,8 +264,12 @@ class Attempt:
                 error = NodeLost(f"prefill group {record.node_id} has moved to another address")
                 self._deliver(AttemptFailed(error, node_id=record.node_id))
             raise
+        except Exception as error:
+            log.exception("prefill call failed", request_id=spec.request_id)
+            self._deliver(AttemptFailed(Internal(f"{type(error).__name__}: {error}"), node_id=record.node_id))
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
 
     def _on_prefill(self, message: prefill_pb2.PrefillEvent, arrived_s: float) -> AttemptEvent | None:
         kind = message.WhichOneof("event")

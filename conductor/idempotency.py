@@ -110,6 +110,8 @@ class Answers:
         boot_id: str,
         tls: Tls | None = None,
     ) -> None:
+        self.num_readers = 0
+        """Clients, and other conductors for theirs, that read an answer of this process."""
         self._tls = tls
         settings = config.conductor
         self._node_id = config.node.node_id
@@ -313,11 +315,13 @@ class Answers:
         if kept.leaving is not None:
             kept.leaving.cancel()
             kept.leaving = None
+        self.num_readers += 1
         try:
             async with aclosing(kept.recording.read(position, deadline)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
+            self.num_readers -= 1
             if kept.recording.num_readers == 0 and kept.over_s is None:
                 kept.leaving = asyncio.get_running_loop().call_later(self._unread_s, self._abandon, kept)
 

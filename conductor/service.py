@@ -85,6 +85,9 @@ STALE_S = 0.05
 """A choice that is older is made anew."""
 MIN_SLO_S = 1e-3
 """What is left of a bound that has passed already."""
+DRAIN_POLL_S = 0.05
+MOST_ATTEMPTS_FACTOR = 4
+"""No request gets more than so many times conductor.max_attempts, whatever each of them brought: it may be what nodes die of."""
 INLINE_HASH_TOKENS = 65_536
 """Longer prompts are hashed in a thread, so that the event loop stands still for no more than a few milliseconds."""
 
@@ -197,8 +200,6 @@ class Conductor:
             metrics.queued_requests.labels(label).set_function(partial(self._turns.num_waiting_of, label))
             metrics.queued_s.labels(label).set_function(partial(self._turns.waiting_s_of, label))
         self._num_active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._is_draining = False
         self._has_drained = False
 
@@ -215,17 +216,19 @@ class Conductor:
         self._leases.start()
         self._hot_blocks.start()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Say that requests belong elsewhere; return when none is running any more, or after `timeout_s`, and take none from then on.
-
-        Clients whose connection is open still send some before they have heard of it.
-        """
+    def begin_drain(self) -> None:
+        """Say that requests belong elsewhere. Clients whose connection is open still send some before they have heard of it."""
         self._is_draining = True
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return when no request is running and no answer is read any more, or after `timeout_s`, and take none from then on."""
+        self.begin_drain()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                while self._num_active or self._answers.num_readers:
+                    await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
-            log.warning("requests cut off by shutdown", active=self._num_active)
+            log.warning("requests cut off by shutdown", active=self._num_active, readers=self._answers.num_readers)
         self._has_drained = True
 
     async def close(self) -> None:
@@ -371,8 +374,11 @@ class Conductor:
                             yield delta
                     return
                 except AttemptFailed as failure:
-                    # A long answer may outlive many nodes that leave one after the other.
-                    num_fruitless = 1 if len(request.answer.token_ids) > num_tokens else num_fruitless + 1
+                    # A long answer may outlive many nodes that leave one after the other. The first token of an attempt comes from prefill,
+                    # and says nothing about decode.
+                    num_fruitless = 1 if len(request.answer.token_ids) > num_tokens + 1 else num_fruitless + 1
+                    if epoch == self._settings.max_attempts * MOST_ATTEMPTS_FACTOR:
+                        num_fruitless = epoch
                     await self._recover(request, failure, epoch, num_fruitless=num_fruitless)
         finally:
             self._forecast.end(request.node_request_id)
@@ -532,13 +538,19 @@ class Conductor:
             view = self._placement.view(trusting=not may_wait)
             if isinstance(view, ClusterView):
                 return view
-            if not may_wait and (reason := self._placement.not_ready()) is not None:
-                raise NoCapacity(f"no request can be served now: {reason}")
+            if not may_wait and ((reason := self._placement.not_ready()) is not None or self._is_late(request)):
+                raise NoCapacity(f"no request can be served now: {reason or view.reason}")
             request.deadline.check(f"waiting for nodes to continue on ({view.reason})")
             if not is_waiting:
                 log.info("request waits for nodes", request_id=request.request_id, reason=view.reason)
                 is_waiting = True
             await self.registry.wait_for_read(request.deadline)
+
+    def _is_late(self, request: _Request) -> bool:
+        """Whether a first token now would miss its bound, and requests are held to theirs."""
+        bound_s = request.slo.ttft_s
+        waited_s = self.clock.now() - request.record.arrival_s
+        return self._settings.admission != "off" and bound_s is not None and waited_s > bound_s
 
     async def _hits(self, request: _Request, view: ClusterView) -> Mapping[str, int]:
         """Leading blocks that each store node holds."""
@@ -632,7 +644,7 @@ class Conductor:
         """Return when the next attempt may start. Raises: the error that the client gets.
 
         Args:
-            num_fruitless: attempts in a row of which none but the first brought a token.
+            num_fruitless: attempts in a row of which none but the first brought a token of decode.
         """
         failed_node = next((n for n in self.registry.nodes if n.record.node_id == failure.node_id), None)
         num_alternatives = 0
@@ -721,7 +733,3 @@ class Conductor:
     def _count_active(self, change: int) -> None:
         self._num_active += change
         self.metrics.active.set(self._num_active)
-        if self._num_active:
-            self._idle.clear()
-        else:
-            self._idle.set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from conductor.metrics import ConductorMetrics
 from kvstore.client import StoreNodeClient
 from moontide.clock import Clock
-from moontide.errors import MoontideError
+from moontide.errors import Internal, MoontideError
 from moontide.log import get_logger
 from moontide.tls import Tls
 
@@ -81,6 +81,10 @@ class StoreLeases:
             unknown = await store.client.renew(request_ids, lease_s=self._lease_s)
         except MoontideError as error:
             self._failed("renew", address, error)
+            return
+        except Exception as error:  # one store must not end the renewals at all of them
+            log.exception("renewal failed", store=address)
+            self._failed("renew", address, Internal(f"{type(error).__name__}: {error}"))
             return
         lost = set(unknown) & {request_id for request_id, _ in store.held}
         if lost:

@@ -10,6 +10,7 @@ import argparse
 import os
 import ssl
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,10 +24,12 @@ HTTP2 = "h2"
 _READS = 5
 """Tries to read files of one time while they are being replaced."""
 _HANDSHAKE_TURNS = 10
+REFUSED_S = 60.0
+"""Files that cannot be used are looked at again after so long: a certificate may not be valid yet."""
 
 log = get_logger(__name__)
 
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamp = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +57,8 @@ class Tls:
         self._current = _read(config, serves=serves)
         self._refused: _Stamp | None = None
         """Files that were seen and cannot be used."""
+        self._refused_s = 0.0
+        self._reason = ""
 
     @classmethod
     def load(cls, config: TlsConfig, *, serves: bool = True) -> Tls | None:
@@ -73,13 +78,18 @@ class Tls:
     def current(self) -> Certificates:
         """Of the files as they are now, or as they were when they could last be used."""
         with self._lock:
+            if self._refused is not None and time.monotonic() - self._refused_s > REFUSED_S:
+                self._refused = None
             if (stamp := _stamp(self._config)) not in (self._current.stamp, self._refused):
                 try:
                     self._current = _read(self._config, serves=self._serves)
+                    self._reason = ""
                     log.info("new certificates", cert_file=self._config.cert_file, ca_file=self._config.ca_file)
                 except ConfigError as error:
-                    self._refused = stamp
-                    log.warning("new certificates refused, the old ones stay in use", reason=str(error))
+                    self._refused, self._refused_s = stamp, time.monotonic()
+                    if str(error) != self._reason:
+                        self._reason = str(error)
+                        log.warning("new certificates refused, the old ones stay in use", reason=self._reason)
             return self._current
 
     def peer_name(self, host: str) -> str:
@@ -156,7 +166,7 @@ def _stamp(config: TlsConfig) -> _Stamp:
     for path in filter(None, (config.cert_file, config.key_file, config.ca_file)):
         with suppress(OSError):
             status = os.stat(path)
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            found.append((status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return tuple(found)
 
 
@@ -215,8 +225,8 @@ def _read_pem(setting: str, path: str, kind: str) -> bytes:
 def _context(config: TlsConfig, purpose: ssl.Purpose, authorities: bytes) -> ssl.SSLContext:
     """Raises: ConfigError."""
     try:
-        context = ssl.create_default_context(purpose, cadata=authorities.decode("ascii", "replace") or None)
-    except ssl.SSLError as error:
+        context = ssl.create_default_context(purpose, cadata=authorities.decode("ascii", "ignore") or None)
+    except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
             f"tls.ca_file={config.ca_file} holds no certificate: {_reason(error)}; give a PEM file"
         ) from error
@@ -233,6 +243,10 @@ def _context(config: TlsConfig, purpose: ssl.Purpose, authorities: bytes) -> ssl
         raise ConfigError(
             f"tls.cert_file={config.cert_file} or tls.key_file={config.key_file} cannot be used: {_reason(error)}; "
             "give a PEM certificate and its PEM key"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read tls.cert_file={config.cert_file} or tls.key_file={config.key_file}: {error.strerror}"
         ) from error
     return context
 
@@ -260,6 +274,6 @@ def _check_own_handshake(config: TlsConfig, authorities: bytes) -> None:
         ) from error
 
 
-def _reason(error: ssl.SSLError) -> str:
+def _reason(error: Exception) -> str:
     """What is wrong, without the number of a line in OpenSSL."""
-    return str(getattr(error, "verify_message", "") or error.reason or error).rstrip(".")
+    return str(getattr(error, "verify_message", "") or getattr(error, "reason", "") or error).rstrip(".")

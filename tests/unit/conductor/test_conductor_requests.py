@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 from front import ANSWER_TEXT, Front, open_front, text_of, tokens_of, until
 
+from conductor import service
 from conductor.cost import Slo
 from conductor.options import Options
 from conductor.policies import Pick
 from conductor.tokenizer import ChatMessage
 from conductor.validation import ChatPrompt, TokenPrompt
-from moontide.errors import DeadlineExceeded, MoontideError, NoCapacity, NodeLost, PromptTooLong, Rejected, RejectReason
+from moontide.errors import (
+    BlockMissing,
+    DeadlineExceeded,
+    MoontideError,
+    NoCapacity,
+    NodeLost,
+    PromptTooLong,
+    Rejected,
+    RejectReason,
+)
 from moontide.sampling_params import FinishReason
 from moontide_proto.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
@@ -256,6 +266,26 @@ async def test_attempts_are_bounded_and_the_last_error_is_named(model_dir: Path)
         assert front.metric("conductor_requests_total", outcome="NodeLost") == 1
 
 
+async def test_attempts_that_bring_only_the_token_of_prefill_are_bounded(model_dir: Path) -> None:
+    async with open_front(model_dir, max_attempts=3) as front:
+        front.cluster.decode[0].faults.extend(["missing"] * 10)
+        with pytest.raises(BlockMissing, match="gave up after 3 attempts"):
+            await front.generate()
+        assert len(front.cluster.prefill[0].calls) == 3
+        await front.settle()
+
+
+async def test_request_under_which_nodes_die_again_and_again_is_given_up(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_ATTEMPTS_FACTOR", 2)
+    async with open_front(model_dir, max_attempts=2) as front:
+        front.cluster.decode[0].faults.extend(["lost 1"] * 10)
+        with pytest.raises(NodeLost, match="gave up after 4 attempts"):
+            await front.generate()
+        await front.settle()
+
+
 async def test_refusal_goes_to_another_group_or_to_the_client(model_dir: Path) -> None:
     async with open_front(model_dir, num_prefill=2) as front:
         for node in front.cluster.prefill:
@@ -375,6 +405,15 @@ async def test_new_request_without_nodes_is_refused_when_they_stay_away(
             await front.generate()
 
 
+async def test_new_request_does_not_wait_for_nodes_beyond_its_bound(model_dir: Path) -> None:
+    async with open_front(model_dir, nodes_wait_s=30.0) as front:
+        await front.cluster.registry.remove("prefill-0")
+        submission = dataclasses.replace(front.submission(), slo=Slo(ttft_s=0.1))
+        with pytest.raises(NoCapacity, match="prefill"):
+            [delta async for delta in front.conductor.generate(submission)]
+        await front.settle()
+
+
 async def test_conductor_that_never_saw_its_nodes_is_not_ready(model_dir: Path) -> None:
     async with open_front(model_dir, nodes_wait_s=30.0) as front:
         await front.cluster.registry.remove("decode-0")
@@ -414,6 +453,19 @@ async def test_drain_finishes_running_requests_and_those_that_come_meanwhile(fro
     await drain
     with pytest.raises(NoCapacity, match="shutting down"):
         await front.generate(request_id="too late")
+
+
+async def test_drain_waits_for_who_reads_a_kept_answer(front: Front) -> None:
+    submission = dataclasses.replace(front.submission(), idempotency_key="k")
+    async with aclosing(front.conductor.generate(submission)) as deltas:
+        text = (await anext(deltas)).text
+        await until(lambda: front.conductor.num_active == 0)
+        drain = asyncio.create_task(front.conductor.drain(10.0))
+        await until(lambda: front.conductor.not_ready() is not None)
+        assert not drain.done()
+        text += "".join([delta.text async for delta in deltas])
+        assert text == ANSWER_TEXT
+    await drain
 
 
 async def test_prompt_and_answer_must_fit_the_context(front: Front) -> None:

@@ -195,6 +195,28 @@ async def test_files_that_cannot_be_used_leave_the_old_ones_in_use(
     assert tls.current() is not before
 
 
+async def test_refused_files_are_looked_at_again(files: CertificateFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was wrong with them may not lie in their content: a clock, permissions that came late."""
+    tls = Tls(files.config())
+    before = tls.current()
+    with monkeypatch.context() as broken:
+        broken.setattr("moontide.tls._read_once", raise_config_error)
+        files.issue()
+        assert tls.current() is before
+    assert tls.current() is before, "not with every call"
+    monkeypatch.setattr("moontide.tls.REFUSED_S", 0.0)
+    assert tls.current() is not before
+
+
+def raise_config_error(*_args: object, **_named: object) -> None:
+    raise ConfigError("not yet valid")
+
+
+def test_authorities_may_have_comments_in_any_language(files: CertificateFiles) -> None:
+    files.write({"ca.crt": "# für alle\n".encode() + (files.directory / "ca.crt").read_bytes()})
+    assert Tls(files.config()).current().authorities.startswith(b"# f")
+
+
 async def test_open_channel_goes_on_with_the_new_files_under_another_authority(files: CertificateFiles) -> None:
     tls = Tls(files.config())
     async with served(tls) as address, rpc.open_channel(address, tls) as channel:
