@@ -105,7 +105,8 @@ class Sandbox:
     """All that a program in it finds in its environment, beside what its container adds."""
     debian: Path | None = None
     """A Debian that is copied; None: this machine's files are shown."""
-    _mounts: list[Path] = field(default_factory=list)
+    _mounts: dict[Path, Path] = field(default_factory=dict)
+    """Place in the root -> what is shown there."""
 
     def prepare(self) -> None:
         """Everything but what the image itself brings."""
@@ -149,7 +150,7 @@ class Sandbox:
         _run(["mount", "--bind", str(source), str(inside)])
         if read_only:
             _run(["mount", "-o", "remount,ro,bind", str(inside)])
-        self._mounts.append(inside)
+        self._mounts[inside] = source
 
     def hide_compilers(self) -> None:
         """Make programs that build things unusable, which this machine may have and an image has not."""
@@ -203,7 +204,14 @@ class Sandbox:
     def _argv(self, argv: Sequence[str], container: Container) -> list[str]:
         own = []
         for path in container.tmpfs:
-            own.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {shlex.quote(str(self.root) + path)}")
+            directory = Path(f"{self.root}{path}")
+            own.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {shlex.quote(str(directory))}")
+            # A checkout may lie there; it is no part of the image, so it is shown again.
+            for inside, source in self._mounts.items():
+                if directory in inside.parents:
+                    target = shlex.quote(str(inside))
+                    own.append(f"mkdir -p {target}; mount --bind {shlex.quote(str(source))} {target}")
+                    own.append(f"mount -o remount,ro,bind {target}")
         for source, path, read_only in container.mounts:
             target = shlex.quote(str(self.root) + path)
             own.append(f"mount --bind {shlex.quote(str(source))} {target}")
