@@ -51,6 +51,9 @@ _ATTACH_TIMEOUT_S = 60.0
 """Longest wait at start for this host's store process."""
 _ATTACH_RETRY_S = 0.2
 _REATTACH_TIMEOUT_S = 10.0
+_UNKNOWN_TIMEOUT_S = 2.0
+"""The library attaches again only when it has noticed that the store process was away, and it looks every second or two: to one that came
+back sooner it stays connected and unknown for good."""
 """Longest wait until a store process that answers reaches our memory again; the library needs three seconds after a restart."""
 _NO_ANSWER_S = 25.0
 """A failed call that took so long was not answered: the library waits for 30 seconds, and what it does itself takes a few."""
@@ -64,6 +67,7 @@ _NO_SPACE = -200
 _NOT_COMPLETE = -703
 _NOT_FOUND = -704
 _EXISTS = -705
+_UNKNOWN = -600
 _LEASED = -706
 _RPC_FAILED = -900
 
@@ -94,6 +98,7 @@ class MooncakeTransfer:
         self._clock = clock or MonotonicClock()
         self._probe_address: int | None = None
         self._detached_since_s: float | None = None
+        self._unknown_since_s: float | None = None
         self._has_no_answer = False
         """Whether a call that was given up may still be done."""
         self._is_given_up = False
@@ -185,7 +190,7 @@ class MooncakeTransfer:
         if self._probe_address is None:
             return True
         if self._closed or not self._peer.alive():
-            self._detached_since_s = None
+            self._detached_since_s = self._unknown_since_s = None
             return False
         (code,) = self._store.batch_get_into([_PROBE_KEY], [self._probe_address], [1])
         if self._has_no_answer and self._peer.alive():
@@ -195,14 +200,18 @@ class MooncakeTransfer:
                 "memory; this process has to be started again"
             )
         if code == _NOT_FOUND:
-            self._detached_since_s = None
+            self._detached_since_s = self._unknown_since_s = None
             return True
         now_s = self._clock.now()
         if self._detached_since_s is None:
             self._detached_since_s = now_s
-        if now_s - self._detached_since_s >= _REATTACH_TIMEOUT_S:
+        if code != _UNKNOWN or self._unknown_since_s is None:
+            self._unknown_since_s = now_s if code == _UNKNOWN else None
+        is_unknown = self._unknown_since_s is not None and now_s - self._unknown_since_s >= _UNKNOWN_TIMEOUT_S
+        if is_unknown or now_s - self._detached_since_s >= _REATTACH_TIMEOUT_S:
+            detached_s = now_s - self._detached_since_s
             raise AttachmentLost(
-                f"the store process at {self._client_address} has not reached this process' memory for {_REATTACH_TIMEOUT_S} s "
+                f"the store process at {self._client_address} has not reached this process' memory for {detached_s:.1f} s "
                 f"(code {code}); this process has to be started again"
             )
         return False

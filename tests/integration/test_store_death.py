@@ -14,6 +14,7 @@ import pytest
 from kvstore.transfer.base import AttachmentLost, GetItem, GetStatus, PutItem, PutStatus, RemoveStatus, StoreUnavailable
 from kvstore.transfer.mooncake import MooncakeTransfer
 from moontide.config import free_port
+from tests.cluster import wait_for
 from tests.store_processes import Master, data_client, master, wait_until
 
 KIB = 1024
@@ -124,6 +125,32 @@ def is_lost(transfer: MooncakeTransfer) -> bool:
     except AttachmentLost:
         return True
     return False
+
+
+def is_lost_or_healthy(transfer: MooncakeTransfer) -> bool:
+    try:
+        return transfer.healthy()
+    except AttachmentLost:
+        return True
+
+
+def test_store_process_that_came_back_too_soon_to_be_missed_is_noticed() -> None:
+    """The library stays connected to it and unknown to it for good, unless it looked just while nobody was there."""
+    with master() as the_master:
+        port = free_port()
+        with data_client(the_master, port=port) as store_process:
+            transfer = MooncakeTransfer(
+                client_address=f"127.0.0.1:{port}", master_http=the_master.http, arena_bytes=1 << 20
+            )
+            transfer.allocate(64 * KIB)
+            assert transfer.healthy()
+            store_process.kill()
+            store_process.wait()
+        with data_client(the_master, port=port):
+            try:
+                wait_for(lambda: is_lost_or_healthy(transfer), "it is reached again, or given up", 8.0)
+            finally:
+                transfer.close()
 
 
 def test_attaching_where_nothing_listens_names_the_address() -> None:
