@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.promql import PROCESS, Scope, optional
-from deploy.grafana.style import Board, Query, Row, heat, label_values, lines, number, signed_lines
+from deploy.grafana.style import Board, Query, Row, heat, label_values, lines, number, quantiles, signed_lines
 
 _ONE = Scope(matchers=PROCESS)
 _ALL = Scope()
@@ -88,20 +88,14 @@ def _batch() -> Row:
             lines(
                 "Time of a step",
                 "One token for every request of a batch, all instances.",
-                *(
-                    Query(_ONE.quantile(share, "decode_step_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.9, 0.99)
-                ),
+                *quantiles(_ONE, "decode_step_seconds", (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
                 "TBT",
                 "Time between two tokens of a request, as conductors see it, all instances.",
-                *(
-                    Query(_ALL.quantile(share, "conductor_tbt_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.9, 0.99)
-                ),
+                *quantiles(_ALL, "conductor_tbt_seconds", (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
             ),
@@ -128,10 +122,7 @@ def _batch() -> Row:
             signed_lines(
                 "Error of predicted steps",
                 "Predicted / measured - 1. Far from 0 for long: requests are accepted and declined by wrong figures.",
-                *(
-                    Query(_ONE.quantile(share, "decode_step_prediction_error"), f"p{share * 100:g}")
-                    for share in (0.1, 0.5, 0.9)
-                ),
+                *quantiles(_ONE, "decode_step_prediction_error", (0.1, 0.5, 0.9)),
                 unit="percentunit",
                 width=8,
             ),
@@ -171,17 +162,14 @@ def _arrivals() -> Row:
             lines(
                 "Wait for pages",
                 "Arrival of a request to pages for all of it.",
-                *(
-                    Query(_ONE.quantile(share, "decode_wait_pages_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.99)
-                ),
+                *quantiles(_ONE, "decode_wait_pages_seconds", (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
                 "Hand-off",
                 "End of prefill to all KV cache here.",
-                *(Query(_ONE.quantile(share, "decode_handoff_seconds"), f"p{share * 100:g}") for share in (0.5, 0.99)),
+                *quantiles(_ONE, "decode_handoff_seconds", (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
@@ -218,10 +206,7 @@ def _local_prefill() -> Row:
             lines(
                 "Time of these prompts",
                 "Start of the computation to first token.",
-                *(
-                    Query(_ONE.quantile(share, "decode_local_prefill_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.99)
-                ),
+                *quantiles(_ONE, "decode_local_prefill_seconds", (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
@@ -289,10 +274,7 @@ def _write_back() -> Row:
             lines(
                 "Time of a write-back",
                 "From the end of an answer.",
-                *(
-                    Query(_ONE.quantile(share, "decode_write_back_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.99)
-                ),
+                *quantiles(_ONE, "decode_write_back_seconds", (0.5, 0.99)),
                 unit="s",
                 width=6,
             ),

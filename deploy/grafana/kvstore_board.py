@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.promql import Scope, optional
-from deploy.grafana.style import Board, Query, Row, heat, lines, number
+from deploy.grafana.style import Board, Query, Row, heat, lines, number, quantiles
 
 _ALL = Scope()
 _RESULT_CORRUPT = 'result="corrupt"'
@@ -209,27 +209,21 @@ def _bandwidth() -> Row:
             lines(
                 "Time of a pull",
                 "One read by a decode instance: all layers of a few blocks.",
-                *(Query(_ALL.quantile(share, "decode_pull_seconds"), f"p{share * 100:g}") for share in (0.5, 0.99)),
+                *quantiles(_ALL, "decode_pull_seconds", (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
                 "Exposed latency: hand-off",
                 "End of prefill to decode holding all KV cache. Milliseconds, however long the prompt is.",
-                *(
-                    Query(_ALL.quantile(share, "conductor_handoff_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.9, 0.99)
-                ),
+                *quantiles(_ALL, "conductor_handoff_seconds", (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
             ),
             lines(
                 "Exposed latency: tail of the push",
                 "First token to all KV cache of the prompt in the store.",
-                *(
-                    Query(_ALL.quantile(share, "prefill_tail_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.9, 0.99)
-                ),
+                *quantiles(_ALL, "prefill_tail_seconds", (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
             ),

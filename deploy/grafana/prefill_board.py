@@ -12,6 +12,7 @@ from deploy.grafana.style import (
     latest_table,
     lines,
     number,
+    quantiles,
     signed_lines,
 )
 
@@ -163,10 +164,7 @@ def _plan() -> Row:
             lines(
                 "Planned time of a step",
                 "As predicted, on the slowest stage.",
-                *(
-                    Query(_ONE.quantile(share, "prefill_planned_step_seconds"), f"p{share * 100:g}")
-                    for share in (0.5, 0.99)
-                ),
+                *quantiles(_ONE, "prefill_planned_step_seconds", (0.5, 0.99)),
                 unit="s",
                 width=8,
             ),
@@ -220,20 +218,14 @@ def _prediction() -> Row:
             signed_lines(
                 "Error of a step, spread",
                 "Predicted / measured - 1, all stages.",
-                *(
-                    Query(_ONE.quantile(share, "prefill_step_prediction_error"), f"p{share * 100:g}")
-                    for share in shares
-                ),
+                *quantiles(_ONE, "prefill_step_prediction_error", shares),
                 unit="percentunit",
                 width=8,
             ),
             signed_lines(
                 "Error of a prompt",
                 "Predicted, as if alone / measured compute time - 1. Below 0: prompts waited for others.",
-                *(
-                    Query(_ONE.quantile(share, "prefill_prompt_prediction_error"), f"p{share * 100:g}")
-                    for share in shares
-                ),
+                *quantiles(_ONE, "prefill_prompt_prediction_error", shares),
                 unit="percentunit",
                 width=8,
             ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.grafana.promql import Scope
 from deploy.grafana.request_board import DRILL_DOWN
-from deploy.grafana.style import Board, Query, Row, choice, heat, latest_table, lines, number, signed_lines
+from deploy.grafana.style import Board, Query, Row, choice, heat, latest_table, lines, number, quantiles, signed_lines
 from deploy.prometheus.rules import BURNS, DEFAULT_SLOS, Slo, le_of
 
 _ALL = Scope()
@@ -126,7 +126,7 @@ def _latency(slo: Slo) -> Row:
             lines(
                 f"{name} quantiles",
                 "Of all conductors together.",
-                *(Query(_ALL.quantile(share, slo.metric), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99)),
+                *quantiles(_ALL, slo.metric, (0.5, 0.9, 0.99)),
                 unit="s",
                 width=8,
                 links=(DRILL_DOWN,),
@@ -253,14 +253,14 @@ def _traffic() -> Row:
             signed_lines(
                 "Error of predicted TTFT",
                 "(predicted - actual) / actual, dispatch to first token. What is refused is as wrong as this.",
-                *_error_quantiles("conductor_ttft_prediction_error_ratio"),
+                *quantiles(_ALL, "conductor_ttft_prediction_error_ratio", (0.1, 0.5, 0.9)),
                 unit="percentunit",
                 width=8,
             ),
             signed_lines(
                 "Error of predicted TBT",
                 "(predicted - actual) / actual of the mean time between tokens.",
-                *_error_quantiles("conductor_tbt_prediction_error_ratio"),
+                *quantiles(_ALL, "conductor_tbt_prediction_error_ratio", (0.1, 0.5, 0.9)),
                 unit="percentunit",
                 width=8,
             ),
@@ -280,7 +280,3 @@ def _traffic() -> Row:
             ),
         ),
     )
-
-
-def _error_quantiles(histogram: str) -> list[Query]:
-    return [Query(_ALL.quantile(share, histogram), f"p{share * 100:g}") for share in (0.1, 0.5, 0.9)]

@@ -19,6 +19,8 @@ from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana_foundation_sdk.models.text import TextMode
 
+from deploy.grafana.promql import Scope
+
 TAG = "moontide"
 FULL_WIDTH = 24
 _HEIGHT = 8
@@ -30,6 +32,11 @@ _SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 class Query:
     expr: str
     legend: str = "{{instance}}"
+
+
+def quantiles(scope: Scope, histogram: str, shares: Sequence[float]) -> list[Query]:
+    """Of all processes of the scope together, named p50, p99 and so on."""
+    return [Query(scope.quantile(share, histogram), f"p{share * 100:g}") for share in shares]
 
 
 @dataclass(frozen=True)
