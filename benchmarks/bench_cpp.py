@@ -1,10 +1,10 @@
-"""How much faster a prefill group of two stages is than one: TTFT and makespan of one long prompt, through the public API.
+"""How much faster a prefill group of two stages is than one: makespan and TTFT of one long prompt, through the public API.
 
-1. The built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, in turn, so that a slow
-   moment hits both. A stage process has one compute thread: two stages are two "nodes". One cluster is up at a time: an idle one
-   beside it would take its few per cent from the side that uses both cores.
-2. What the machine allows: two clusters with one stage each, side by side, each with a 32k prompt of its own. They share nothing but the
-   machine, and still each is slower than alone; twice the time alone over the time side by side is what two stages could reach at best.
+1. The pipeline: the built-in model and a dummy Llama with a 32k prompt, each on a cluster with one stage and one with two, in turn, so
+   that a slow moment hits both. A stage process has one compute thread: two stages are two "nodes". Plain processes, and the K/V goes
+   into the store after the prompt. One cluster is up at a time: an idle one beside it would take its few per cent from the side that
+   uses both cores.
+2. The whole system beside it: the same under Ray with the K/V pushed behind the compute, all of it on the same two cores.
 3. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
 
 Each cluster first gets a prompt of a quarter of the length, which is left out. A series in which other programs used more than 5 %
@@ -34,6 +34,9 @@ from moontide.perf_model import StepModel
 from moontide.timeline import Timeline
 
 MOST_ATTEMPTS = 3
+
+PIPELINE = ("prefill.push=after-prefill",)
+WHOLE_SYSTEM = ("deploy.launcher=ray",)
 
 
 @dataclass(frozen=True)
@@ -134,25 +137,6 @@ def compare(
     return series
 
 
-def side_by_side_s(
-    settings: Sequence[str], take: Callable[[int], Sequence[int]], *, num_tokens: int, runs: int
-) -> list[float]:
-    """Makespan of a prompt on a one-stage cluster while another such cluster computes one; the longer of the two, per run."""
-
-    async def both(addresses: Sequence[str]) -> float:
-        results = await asyncio.gather(*(_ask_twice(address, warm_up, prompt) for address in addresses))
-        return max(run.makespan_s for run, _ in results)
-
-    found: list[float] = []
-    for number in range(runs):
-        warm_up, prompt = take(num_tokens // 4), take(num_tokens)
-        alone = [*settings, "deploy.stages=1"]
-        with cluster(alone) as first, cluster(alone) as second:
-            found.append(asyncio.run(both([first.grpc_address, second.grpc_address])))
-        print(f"two one-stage clusters side by side, run {number}: {found[-1]:.3f} s", flush=True)
-    return found
-
-
 async def _ask_twice(address: str, warm_up: Sequence[int], prompt: Sequence[int]) -> tuple[Run, float]:
     """The run of `prompt`, and the share of the CPU that others had meanwhile."""
     async with MoontideClient(address) as client:
@@ -224,7 +208,8 @@ def write_dummy_llama(directory: Path, *, max_context: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--whole-system-runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smollm2-tokens", type=int, default=7500)
     parser.add_argument("--dummy-tokens", type=int, default=32768)
@@ -238,19 +223,29 @@ def main() -> None:
         return source.choices(range(256), k=num_tokens)
 
     with tempfile.TemporaryDirectory() as folder:
-        smollm2 = compare(
-            "smollm2", args.set, prompts.take, num_tokens=args.smollm2_tokens, stages=(1, 2), runs=args.runs
-        )
-        dummy_settings = [*write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens), *args.set]
-        dummy = compare(
-            "dummy",
-            dummy_settings,
-            take_random,
-            num_tokens=args.dummy_tokens,
-            stages=(1, 2),
-            runs=max(2, args.runs - 2),
-        )
-        both_s = side_by_side_s(dummy_settings, take_random, num_tokens=args.dummy_tokens, runs=2)
+        models = {
+            "smollm2": (list[str](), prompts.take, args.smollm2_tokens),
+            "32k": (
+                write_dummy_llama(Path(folder) / "dummy", max_context=args.dummy_tokens),
+                take_random,
+                args.dummy_tokens,
+            ),
+        }
+        series = {
+            f"{name}{suffix}": compare(
+                f"{name}{suffix}",
+                [*settings, *of_model, *args.set],
+                take,
+                num_tokens=num_tokens,
+                stages=(1, 2),
+                runs=runs,
+            )
+            for name, (of_model, take, num_tokens) in models.items()
+            for suffix, settings, runs in (
+                ("", PIPELINE, args.runs),
+                ("_whole_system", WHOLE_SYSTEM, args.whole_system_runs),
+            )
+        }
         node = StepModel(overhead_s=0.002, token_s=0.0002, pair_s=1.5e-9)
         paced = compare(
             "paced",
@@ -267,13 +262,16 @@ def main() -> None:
             runs=2,
         )
     work_s = node.token_s * args.paced_tokens + node.pair_s * args.paced_tokens**2 / 2
-    measured = [runs for series in (smollm2, dummy) for runs in series.runs.values()]
+    measured = [runs for name in models for runs in series[name].runs.values()]
     print_result(
         {
-            "speedup_p2_smollm2": round(smollm2.ratio(lambda run: run.makespan_s), 3),
-            "speedup_p2_32k": round(dummy.ratio(lambda run: run.makespan_s), 3),
-            "side_by_side_32k": round(2 * median(run.makespan_s for run in dummy.runs[1]) / median(both_s), 3),
-            "speedup_p2_smollm2_whole_system": round(smollm2.ratio(lambda run: run.ttft_s), 3),
+            **{f"speedup_p2_{name}": round(series[name].ratio(lambda run: run.makespan_s), 3) for name in models},
+            **{
+                f"speedup_p2_{name}_whole_system": round(
+                    series[f"{name}_whole_system"].ratio(lambda run: run.ttft_s), 3
+                )
+                for name in models
+            },
             "prediction_error_max": round(
                 max(abs(median(run.prediction_error for run in runs)) for runs in measured), 4
             ),
@@ -282,10 +280,13 @@ def main() -> None:
                 f"p{stages}": round(closed_form_share(runs, stages, node, work_s), 3)
                 for stages, runs in paced.runs.items()
             },
-            "smollm2": summary(smollm2, args.smollm2_tokens),
-            "dummy_llama": summary(dummy, args.dummy_tokens),
+            **{
+                f"{name}{suffix}": summary(series[f"{name}{suffix}"], num_tokens)
+                for name, (_, _, num_tokens) in models.items()
+                for suffix in ("", "_whole_system")
+            },
             "paced": summary(paced, args.paced_tokens),
-            "noisy": max(series.others_share for series in (smollm2, dummy)) > NOISY_SHARE,
+            "noisy": max(each.others_share for each in series.values()) > NOISY_SHARE,
             "runs": args.runs,
             "seed": args.seed,
             **machine(),
