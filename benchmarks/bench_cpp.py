@@ -7,8 +7,8 @@
 2. The whole system beside it: the same under Ray with the K/V pushed behind the compute, all of it on the same two cores.
 3. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
 
-Each cluster first gets a prompt of a quarter of the length, which is left out. A series in which other programs used more than 5 %
-of the CPU is repeated.
+Each cluster first gets a prompt of a quarter of the length, which is left out. A pair in which other programs used more than 5 % of
+the CPU is run again. Speedups are medians over the pairs, so a machine that is slower for a while changes both sides of one.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Run:
     """First chunk enters stage 0 - last chunk leaves the last stage."""
     predicted_s: float
     """Makespan by the step models that stage 0 had when each step ended; 0 without."""
+    forecast_s: float
+    """Time of the prefill that the conductor expected before it sent the prompt there."""
     num_chunks: int
     overlap_of_ideal: float
     """Busy share of the stages over that of an ideal pipeline of equal chunks, m / (m + P - 1)."""
@@ -58,18 +60,22 @@ class Run:
     def prediction_error(self) -> float:
         return self.predicted_s / self.makespan_s - 1
 
+    @property
+    def forecast_error(self) -> float:
+        return self.forecast_s / self.makespan_s - 1
+
 
 @dataclass(frozen=True)
 class Series:
     """Runs of one prompt length on two clusters."""
 
     runs: dict[int, list[Run]]
-    """By number of stages."""
+    """By number of stages, the smaller number first; the runs with one prompt have one place."""
     others_share: float
+    """The most in any run."""
 
     def ratio(self, value: Callable[[Run], float]) -> float:
-        one, more = (median(map(value, runs)) for _, runs in sorted(self.runs.items()))
-        return one / more
+        return median(value(one) / value(more) for one, more in zip(*self.runs.values(), strict=True))
 
 
 async def ask(client: MoontideClient, prompt: Sequence[int]) -> Run:
@@ -81,10 +87,12 @@ async def ask(client: MoontideClient, prompt: Sequence[int]) -> Run:
             ttft_s = chunk.ttft_parts.ttft_s
         if chunk.usage is not None:
             assert chunk.usage.cached_tokens == 0, f"{chunk.usage.cached_tokens} tokens came from the cache"
-    return measure(ttft_s, await timeline_of(client, request_id))
+    explanation = await client.explain(request_id)
+    assert explanation is not None
+    return measure(ttft_s, explanation.attempts[-1].chosen.prefill_s, await timeline_of(client, request_id))
 
 
-def measure(ttft_s: float, timeline: Timeline) -> Run:
+def measure(ttft_s: float, forecast_s: float, timeline: Timeline) -> Run:
     stages = stage_chunks(timeline)
     num_chunks = len(stages[0])
     makespan_s = max(span.end_s for spans in stages for span in spans) - stages[0][0].start_s
@@ -95,6 +103,7 @@ def measure(ttft_s: float, timeline: Timeline) -> Run:
         ttft_s=ttft_s,
         makespan_s=makespan_s,
         predicted_s=predicted_makespan_s(stages),
+        forecast_s=forecast_s,
         num_chunks=num_chunks,
         overlap_of_ideal=busy_share / ideal,
         tau_s=median(gaps) if gaps else 0.0,
@@ -110,31 +119,35 @@ def compare(
     stages: Sequence[int],
     runs: int,
 ) -> Series:
-    """Ask a cluster of each number of stages in turn, with the same prompt; again while the machine is noisy."""
-    for attempt in range(1, MOST_ATTEMPTS + 1):
-        results: dict[int, list[Run]] = {count: [] for count in stages}
-        shares: list[float] = []
-        for number in range(runs):
-            warm_up, prompt = take(num_tokens // 4), take(num_tokens)
+    """Ask a cluster of each number of stages in turn, with the same prompt; a pair again while the machine is noisy."""
+    results: dict[int, list[Run]] = {count: [] for count in stages}
+    most_of_others = 0.0
+    for number in range(runs):
+        warm_up, prompt = take(num_tokens // 4), take(num_tokens)
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            pair: dict[int, Run] = {}
+            shares: list[float] = []
             for count in stages if number % 2 else reversed(stages):
                 with cluster([*settings, f"deploy.stages={count}"]) as running:
-                    run, others_share = asyncio.run(_ask_twice(running.grpc_address, warm_up, prompt))
-                print(
-                    f"{name}  run {number}  P={count}  TTFT {run.ttft_s:7.3f} s  "
-                    f"makespan {run.makespan_s:7.3f} s (predicted {run.predicted_s:7.3f})  {run.num_chunks} chunks  "
-                    f"overlap {run.overlap_of_ideal:.3f} of ideal  tau {run.tau_s * 1000:.2f} ms  others {others_share:.1%}",
-                    flush=True,
-                )
-                results[count].append(run)
+                    pair[count], others_share = asyncio.run(_ask_twice(running.grpc_address, warm_up, prompt))
                 shares.append(others_share)
-        series = Series(results, median(shares))
-        if series.others_share <= NOISY_SHARE:
-            break
-        print(
-            f"{name}: others used {series.others_share:.0%} of the CPU, attempt {attempt} of {MOST_ATTEMPTS}",
-            flush=True,
-        )
-    return series
+                _print_run(f"{name}  run {number}  P={count}", pair[count], others_share)
+            if max(shares) <= NOISY_SHARE:
+                break
+            print(f"{name}: others used {max(shares):.0%} of the CPU, attempt {attempt} of {MOST_ATTEMPTS}", flush=True)
+        most_of_others = max(most_of_others, *shares)
+        for count, run in pair.items():
+            results[count].append(run)
+    return Series(results, most_of_others)
+
+
+def _print_run(title: str, run: Run, others_share: float) -> None:
+    print(
+        f"{title}  TTFT {run.ttft_s:7.3f} s  makespan {run.makespan_s:7.3f} s (predicted {run.predicted_s:7.3f}, "
+        f"forecast {run.forecast_s:7.3f})  {run.num_chunks} chunks  overlap {run.overlap_of_ideal:.3f} of ideal  "
+        f"tau {run.tau_s * 1000:.2f} ms  others {others_share:.1%}",
+        flush=True,
+    )
 
 
 async def _ask_twice(address: str, warm_up: Sequence[int], prompt: Sequence[int]) -> tuple[Run, float]:
@@ -158,6 +171,7 @@ def summary(series: Series, prompt_tokens: int) -> dict[str, Any]:
             "ttft_s": round(median(run.ttft_s for run in runs), 3),
             "makespan_s": round(median(run.makespan_s for run in runs), 3),
             "prediction_error": round(median(run.prediction_error for run in runs), 4),
+            "forecast_error": round(median(run.forecast_error for run in runs), 4),
             "num_chunks": median(run.num_chunks for run in runs),
             "overlap_of_ideal": round(median(run.overlap_of_ideal for run in runs), 3),
             "tau_ms": round(1000 * median(run.tau_s for run in runs), 3),

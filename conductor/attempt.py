@@ -282,7 +282,11 @@ class Attempt:
             self._tell_sealed(message.sealed.num_blocks)
             return None
         if kind == "first_token":
-            self._first = message.first_token.token
+            token = message.first_token.token
+            if token.HasField("error"):
+                node_id = self.choice.prefill.node_id if self.choice.prefill else None
+                raise AttemptFailed(Internal(f"prefill group {node_id}: {token.error}"), node_id=node_id)
+            self._first = token
             timings = message.first_token.timings
             self._prefill_origin_s = min(self._prefill_origin_s, arrived_s - timings.total_s)
             self._record.add("prefill call", self.started_s, arrived_s, num_tokens=len(self._spec.token_ids))

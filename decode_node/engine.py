@@ -2,7 +2,7 @@
 
     loop:  take commands (joins and leaves happen here, between steps)
            plan the chunks (step_plan.py) -> forward -> sample -> report the tokens
-           requests that ended leave by themselves, and so do those whose K/V was not there in time
+           requests that ended leave by themselves, and so do those whose K/V was not there in time or whose logits are no numbers
 
 A request comes with the tokens whose K/V is still to be computed: the first token of its answer, or the part of its prompt that
 this node prefills. Once they are fed the next token is drawn, by the same rule as everywhere.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,8 @@ class StepDone:
     """Prompts that got on by so many tokens and not to their end."""
     late: Sequence[RequestKey]
     """Got nothing because their K/V was not there in time, and have left the loop."""
+    failed: Sequence[tuple[RequestKey, Internal]]
+    """No token can be drawn for them, and they have left the loop; nothing is wrong with the others."""
     started_at_s: float
     ended_at_s: float
     shape: StepShape | None
@@ -138,6 +140,15 @@ class _Work:
     @property
     def gets_token(self) -> bool:
         return self.num_tokens == len(self.slot.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a forward brought; a request is in one of them at most."""
+
+    tokens: Mapping[RequestKey, SampledToken]
+    late: Set[RequestKey]
+    failed: Mapping[RequestKey, Internal]
 
 
 class StepLoop:
@@ -220,21 +231,25 @@ class StepLoop:
         is_gated = any(each.slot.gate is not None for each in work)
         shape = StepShape.of_chunks((each.num_tokens, each.slot.position) for each in work)
         try:
-            tokens, late = self._forward(work)
+            outcome = self._forward(work)
         except Exception as error:
             keys = list(self._slots)
             log.exception("step failed", requests=len(keys))
             self._slots.clear()
+            self._wait_idle()
             self._report(StepFailed(keys, Internal(f"decode step failed: {type(error).__name__}: {error}")))
             return
-        for key in late:
+        left = outcome.late | outcome.failed.keys()
+        for key in left:
             del self._slots[key]
-        in_time = [each for each in work if each.slot.key not in late]
-        chunks = [(each.slot.key, each.num_tokens) for each in in_time if not each.gets_token]
+        going_on = [each for each in work if each.slot.key not in left]
+        chunks = [(each.slot.key, each.num_tokens) for each in going_on if not each.gets_token]
+        advanced = [self._advance(each, outcome.tokens.get(each.slot.key)) for each in going_on]
         done = StepDone(
             chunks=chunks,
-            tokens=[new for each in in_time if (new := self._advance(each, tokens.get(each.slot.key))) is not None],
-            late=sorted(late),
+            tokens=[new for new in advanced if new is not None],
+            late=sorted(outcome.late),
+            failed=list(outcome.failed.items()),
             started_at_s=started_at_s,
             ended_at_s=self._clock.now(),
             shape=None if is_gated else shape,
@@ -257,19 +272,21 @@ class StepLoop:
         )
         return work + [_Work(slot, tokens) for slot, tokens in zip(prompts, chunks, strict=True) if tokens]
 
-    def _forward(self, work: Sequence[_Work]) -> tuple[dict[RequestKey, SampledToken], set[RequestKey]]:
-        """The next token of every request that gets one, and the requests whose K/V was not there in time."""
+    def _forward(self, work: Sequence[_Work]) -> _Outcome:
+        """Compute the step and draw. Nothing writes to pages any more afterwards."""
         gates = {each.slot.key: each.slot.gate for each in work if each.slot.gate is not None}
         left_s = GATE_TIMEOUT_S
         late: set[RequestKey] = set()
 
-        def before_layer_group(group_idx: int) -> None:
+        def before_layer_group(group_idx: int) -> Collection[int]:
             nonlocal left_s
             until_s = self._clock.now() + left_s
             for key in gates.keys() - late:
                 if not gates[key].wait(group_idx + 1, timeout_s=left_s):
                     late.add(key)
                 left_s = max(0.0, until_s - self._clock.now())
+            # What they would write may belong to a page that is still being copied, and then checked.
+            return {idx for idx, each in enumerate(work) if each.slot.key in late}
 
         segments = [
             Segment(
@@ -290,14 +307,27 @@ class StepLoop:
         drawing = [each.slot for each in work if each.gets_token]
         rows = [row for row, slot in enumerate(drawing) if slot.key not in late]
         if not rows:
-            return {}, late
+            self._runner.wait_idle()
+            return _Outcome(tokens={}, late=late, failed={})
         in_time = [drawing[row] for row in rows]
-        tokens = sample(
+        drawn = sample(
             logits_RV[rows] if len(rows) < len(drawing) else logits_RV,
             [slot.sampling for slot in in_time],
             [slot.output_idx for slot in in_time],
         )
-        return {slot.key: token for slot, token in zip(in_time, tokens, strict=True)}, late
+        answers = list(zip([slot.key for slot in in_time], drawn, strict=True))
+        return _Outcome(
+            tokens={key: each for key, each in answers if isinstance(each, SampledToken)},
+            late=late,
+            failed={key: each for key, each in answers if isinstance(each, Internal)},
+        )
+
+    def _wait_idle(self) -> None:
+        """After an error: what had been started goes on without it, and pages are freed next."""
+        try:
+            self._runner.wait_idle()
+        except Exception:
+            log.exception("device failed")  # one that cannot even be waited for writes nothing more
 
     def _advance(self, work: _Work, token: SampledToken | None) -> NewToken | None:
         """The tokens of a request are fed; `token` was drawn, if they were the last ones."""

@@ -2,7 +2,8 @@
 
     take --> hit --> pulled | computed | written (write_back.py) --> given back
 
-Best effort: a store without room or without answer means no pins, and what is not pulled in time is computed. Lives on the event loop.
+Best effort: a store without room or without answer means no pins. What a store without room holds is pulled all the same: objects
+are proven by their trailers, what is evicted before its pull is missed, and what is missed is computed. Lives on the event loop.
 """
 
 from __future__ import annotations

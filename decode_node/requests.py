@@ -52,6 +52,7 @@ from moontide.errors import (
     Cancelled,
     DeadlineExceeded,
     Declined,
+    Internal,
     MoontideError,
     NodeLost,
     PromptTooLong,
@@ -556,6 +557,8 @@ class DecodeRequests:
             request = self._requests.get(key)
             if request is not None:  # else it ended during the step; Left follows
                 self._on_late(request)
+        for key, error in done.failed:
+            self._fail_running(key, error)
         self._progress()
         if done.shape is not None:
             self._times.add(done.shape, done.ended_at_s - done.started_at_s)
@@ -665,11 +668,16 @@ class DecodeRequests:
 
     def _on_step_failed(self, failed: StepFailed) -> None:
         for key in failed.keys:
-            request = self._requests.get(key)
-            if request is not None:  # else it ended during the step; Left follows
-                self.batch.let_go(key)
-                self._forget(request, Failed(key=key, error=failed.error), outcome=failed.error.code)
+            self._fail_running(key, failed.error)
         self._progress()
+
+    def _fail_running(self, key: RequestKey, error: Internal) -> None:
+        """End a request that has left the step loop by an error."""
+        request = self._requests.get(key)
+        if request is not None:  # else it ended during the step; Left follows
+            _log_error("request failed", key, error)
+            self.batch.let_go(key)
+            self._forget(request, Failed(key=key, error=error), outcome=error.code)
 
     def _on_deadline(self, key: RequestKey, timeout_s: float) -> None:
         entry = self.batch.find(key)

@@ -390,7 +390,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             case "cancel":
                 self._requests.cancel(session, key)
             case _:
-                raise BadRequest(f"command for {command.request_id!r} is empty; set one of open, sealed, start, cancel")
+                log.warning("command of a newer conductor ignored", request_id=key.request_id, epoch=key.epoch)
 
 
 async def _write(session: ConductorSession, context: Context) -> None:

@@ -127,9 +127,13 @@ async def verify(stub: pb_grpc.KvStoreStub, args: argparse.Namespace) -> Answer:
         "num_blocks": reply.num_blocks,
         "num_missing": reply.num_missing,
         "num_damaged": reply.num_damaged,
+        "num_unread": reply.num_unread,
         "bad_hashes": bad,
     }
-    text = f"{reply.num_blocks:,} blocks read, {reply.num_missing:,} missing, {reply.num_damaged:,} damaged"
+    text = (
+        f"{reply.num_blocks:,} blocks read, {reply.num_missing:,} missing, {reply.num_damaged:,} damaged, "
+        f"{reply.num_unread:,} not readable"
+    )
     return Answer(data, "\n".join([text, *bad]), is_bad=bool(bad))
 
 

@@ -212,12 +212,12 @@ class LocalStoreNode:
             lease_s=_checked_lease_s(lease_s),
         )
         is_new = not self.pool.holds(request.owner)
-        if is_new and self._is_draining:
-            raise NodeLost("the store process shuts down; choose another host, or try again")
+        self._check_open(request.owner)
         reply = self.pool.reserve(request)
         if reply.result is ReserveResult.WAIT:
             # A caller that gives up must not leave objects marked as being removed.
             await self._to_the_end(self._make_room(request))
+            self._check_open(request.owner)  # a drain that began meanwhile may be over: it waits for what is held
             reply = self.pool.reserve(request)
         if self._ssd is not None and reply.result is ReserveResult.RESERVED:
             reply = await self._promote(self._ssd, request, reply)
@@ -288,23 +288,28 @@ class LocalStoreNode:
     async def verify(self, *, max_blocks: int | None = None, drop_damaged: bool = False) -> Verification:
         """Read sealed blocks back, in the order of arrival, and compare them with their trailers.
 
-        Pins nothing: what leaves meanwhile is not counted. `drop_damaged` evicts what is missing or damaged, with all that
-        follows it. Raises: StoreUnavailable when the store stops serving, which says nothing about its blocks.
+        Pins nothing: what leaves meanwhile is not counted, and what seems bad is read once more, for it may have left and come back.
+        `drop_damaged` evicts what is missing or damaged, with all that follows it; what could not be read stays. Raises:
+        StoreUnavailable when the store stops serving, which says nothing about its blocks.
         """
         missing: list[BlockHash] = []
         damaged: list[BlockHash] = []
+        unread: list[BlockHash] = []
         num_blocks = 0
         sealed = (block for block in self.pool.blocks() if block.is_sealed)
         for layout, run in groupby(islice(sealed, max_blocks), key=lambda block: block.layout):
             while hashes := [block.hash for block in islice(run, max(1, VERIFY_BYTES // layout.block_bytes))]:
-                found = await self._to_the_end(self._read_back(layout, hashes))
-                still_here = [(h, health) for h, health in zip(hashes, found, strict=True) if self.pool.is_sealed(h)]
-                num_blocks += len(still_here)
-                missing += [h for h, health in still_here if health is BlockHealth.MISSING]
-                damaged += [h for h, health in still_here if health is BlockHealth.DAMAGED]
+                found = await self._health_of(layout, hashes)
+                suspects = [h for h, health in found.items() if health is not BlockHealth.INTACT]
+                intact = found.keys() - suspects
+                found = await self._health_of(layout, suspects)
+                num_blocks += len(intact) + len(found)
+                missing += [h for h, health in found.items() if health is BlockHealth.MISSING]
+                damaged += [h for h, health in found.items() if health is BlockHealth.DAMAGED]
+                unread += [h for h, health in found.items() if health is BlockHealth.UNREAD]
         if drop_damaged and (missing or damaged):
             await self.evict([*missing, *damaged])
-        return Verification(num_blocks=num_blocks, missing=missing, damaged=damaged)
+        return Verification(num_blocks=num_blocks, missing=missing, damaged=damaged, unread=unread)
 
     async def close(self) -> None:
         """Wait for removals and events that are under way."""
@@ -376,6 +381,11 @@ class LocalStoreNode:
                 await self.seal(request_id=request_id, epoch=epoch, first_block=first_block, num_blocks=num_blocks)
                 ssd.metrics.hit_blocks.inc(num_blocks)
 
+    def _check_open(self, owner: RequestKey) -> None:
+        """Raises: NodeLost if a drain has begun and this is none of the reservations that may come to their end."""
+        if self._is_draining and not self.pool.holds(owner):
+            raise NodeLost("the store process shuts down; choose another host, or try again")
+
     async def _make_room(self, request: ReserveRequest) -> None:
         async with self._removing:
             await self._let_go(self.pool.evict_for(request))
@@ -395,6 +405,11 @@ class LocalStoreNode:
             if self._events is not None:
                 await self._events.removed(victims)
         await self._remove_due()
+
+    async def _health_of(self, layout: KVLayout, hashes: Sequence[BlockHash]) -> dict[BlockHash, BlockHealth]:
+        """What reading these blocks shows of those that are still sealed afterwards."""
+        found = await self._to_the_end(self._read_back(layout, hashes))
+        return {h: health for h, health in zip(hashes, found, strict=True) if self.pool.is_sealed(h)}
 
     async def _read_back(self, layout: KVLayout, hashes: Sequence[BlockHash]) -> list[BlockHealth]:
         async with self._verifying:

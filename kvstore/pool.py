@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
 from kvstore.block import BlockHash
@@ -186,6 +186,8 @@ class PoolState:
         self._blocks: dict[BlockHash, _Block] = {}
         self._reservations: dict[RequestKey, _Reservation] = {}
         self._leaving: dict[BlockHash | RequestKey, _Leaving] = {}
+        self._counted: dict[BlockHash | RequestKey, _Leaving] = {}
+        """Those that are leaving and still count bytes."""
         self._cold: list[_ColdEntry] = []
         """Heap of (rank, hash). Entries go stale; `_is_cold` tells which ones count."""
 
@@ -200,7 +202,7 @@ class PoolState:
             sealed_blocks=self._num_sealed,
             reservations=len(self._reservations),
             pinned_blocks=self._num_pinned,
-            objects_to_remove=sum(leaving.layout.num_groups for leaving in self._leaving.values() if leaving.nbytes),
+            objects_to_remove=sum(leaving.layout.num_groups for leaving in self._counted.values()),
         )
 
     @property
@@ -345,7 +347,7 @@ class PoolState:
             else:
                 self._start_leaving(block_hash)
         if request.has_partial:
-            self._leaving[owner] = _Leaving(request.layout, request.layout.block_bytes, released_s=now, due_s=now)
+            self._leave(owner, _Leaving(request.layout, request.layout.block_bytes, released_s=now, due_s=now))
 
     def expire(self) -> list[RequestKey]:
         """Release what was not renewed in time; returns it."""
@@ -356,11 +358,12 @@ class PoolState:
         return expired
 
     def due_removals(self, *, max_objects: int) -> list[Removal]:
-        """Hand out objects to remove now. Until `finish_removal` nobody can reserve them."""
+        """Hand out objects to remove now, first those whose bytes still count: somebody may wait for them, and nobody for a look at
+        what is gone. Until `finish_removal` nobody can reserve them."""
         now = self._clock.now()
         due: list[Removal] = []
         num_objects = 0
-        for owner, leaving in self._leaving.items():
+        for owner, leaving in chain(self._counted.items(), self._leaving.items()):
             if leaving.is_busy or leaving.due_s > now:
                 continue
             if num_objects >= max_objects:
@@ -383,6 +386,7 @@ class PoolState:
         if not isinstance(removal.owner, RequestKey):
             self._leaving_bytes -= leaving.nbytes
         leaving.nbytes = 0
+        self._counted.pop(removal.owner, None)
         age_s = now - leaving.released_s
         recheck_s = next((at_s for at_s in _RECHECKS_S if at_s > age_s), None)
         if recheck_s is None:
@@ -435,6 +439,8 @@ class PoolState:
         )
         leaving_bytes = sum(leaving.nbytes for leaving in self._leaving.values())
         leaving_full = sum(each.nbytes for owner, each in self._leaving.items() if not isinstance(owner, RequestKey))
+        counted_leaving = {owner: each for owner, each in self._leaving.items() if each.nbytes}
+        assert counted_leaving == self._counted, "what is leaving is not listed by whether it counts bytes"
         assert idle_bytes == self._idle_bytes, f"idle bytes {self._idle_bytes}, counted {idle_bytes}"
         assert leaving_full == self._leaving_bytes, f"leaving bytes {self._leaving_bytes}, counted {leaving_full}"
         assert self._num_sealed == sum(block.is_sealed for block in self._blocks.values()), "sealed blocks miscounted"
@@ -570,17 +576,22 @@ class PoolState:
         if block.is_sealed:
             self._num_sealed -= 1
             self._idle_bytes -= layout.block_bytes
-        self._leaving[block_hash] = _Leaving(
-            layout, layout.block_bytes, released_s=block.released_s, due_s=self._clock.now()
+        self._leave(
+            block_hash,
+            _Leaving(layout, layout.block_bytes, released_s=block.released_s, due_s=self._clock.now()),
         )
         self._leaving_bytes += layout.block_bytes
         if block.parent in self._blocks:
             self._blocks[block.parent].children.discard(block_hash)
             self._note_if_cold(block.parent)
 
+    def _leave(self, owner: BlockHash | RequestKey, leaving: _Leaving) -> None:
+        self._leaving[owner] = self._counted[owner] = leaving
+
     def _stop_leaving(self, owner: BlockHash | RequestKey) -> None:
         """Its objects, as far as they are still there, belong to the new reservation."""
         leaving = self._leaving.pop(owner, None)
+        self._counted.pop(owner, None)
         if leaving is not None:
             self._used_bytes -= leaving.nbytes
             if not isinstance(owner, RequestKey):

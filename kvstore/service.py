@@ -196,7 +196,8 @@ class KvStoreService(pb_grpc.KvStoreServicer):
             num_blocks=result.num_blocks,
             num_missing=len(result.missing),
             num_damaged=len(result.damaged),
-            bad_hashes=b"".join([*result.missing, *result.damaged]),
+            num_unread=len(result.unread),
+            bad_hashes=b"".join([*result.missing, *result.damaged, *result.unread]),
         )
 
 

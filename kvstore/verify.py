@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from kvstore.block import BlockHash
 from kvstore.keys import block_key
@@ -11,12 +11,16 @@ from kvstore.trailer import is_intact, slot_at
 from kvstore.transfer.base import Arena, GetItem, GetStatus, StoreUnavailable, Transfer
 
 
-class BlockHealth(Enum):
+class BlockHealth(IntEnum):
+    """From good to bad; a block is as bad as the worst of its objects."""
+
     INTACT = auto()
-    MISSING = auto()
-    """At least one of its objects is gone."""
+    UNREAD = auto()
+    """The get failed, which says nothing about the bytes: a transfer that broke off, or another length."""
     DAMAGED = auto()
-    """At least one of its objects cannot be read, or is not what its trailer says."""
+    """It is not what its trailer says."""
+    MISSING = auto()
+    """It is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,8 @@ class Verification:
     """Blocks that were read."""
     missing: list[BlockHash]
     damaged: list[BlockHash]
+    unread: list[BlockHash]
+    """Those whose gets failed, twice."""
 
 
 def read_back(
@@ -53,10 +59,14 @@ def read_back(
         if GetStatus.FAILED in statuses and not transfer.healthy():
             raise StoreUnavailable("the store stopped serving while blocks were read back; try again when it is ready")
         for (position, _), item, status in zip(batch, items, statuses, strict=True):
-            if status is GetStatus.MISS:
-                found[position] = BlockHealth.MISSING
-            elif found[position] is BlockHealth.INTACT and not (
-                status is GetStatus.HIT and is_intact(slot_at(item.address, item.nbytes), item.key, digest)
-            ):
-                found[position] = BlockHealth.DAMAGED
+            found[position] = max(found[position], _health_of(item, status, digest))
     return found
+
+
+def _health_of(item: GetItem, status: GetStatus, layout_digest: bytes) -> BlockHealth:
+    if status is GetStatus.MISS:
+        return BlockHealth.MISSING
+    if status is GetStatus.FAILED:
+        return BlockHealth.UNREAD
+    is_good = is_intact(slot_at(item.address, item.nbytes), item.key, layout_digest)
+    return BlockHealth.INTACT if is_good else BlockHealth.DAMAGED

@@ -18,7 +18,7 @@ Tensor shapes: T rows of the step, N query heads, K KV heads, G query heads per 
 values), P pages, S tokens per page, R rows of one block of queries, B segments of one token, C keys of a batch of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +68,7 @@ class StepContext:
         device: torch.device,
         layers: Callable[[int], Tensor],
         on_layer_written: Callable[[int], None],
+        before_layer: Callable[[int], Collection[int]] | None = None,
         native: NativeStep | None = None,
         fused: FusedStep | None = None,
     ) -> None:
@@ -75,24 +76,32 @@ class StepContext:
         Args:
             layers: global layer index -> its pages [P, planes, K, S, H]; asked once a layer, before they are touched.
             on_layer_written: called with the global layer index as soon as the K/V of all rows are in the pages.
+            before_layer: called with the global layer index before its pages are touched; returns the indices of the
+                segments that write nothing from there on. No segment comes back.
             native: the same segments for the native kernels, where they fit the pages.
             fused: the same segments for torch's fused kernels; not together with `native`.
         """
-        self.chunks: list[StepSegment] = []
-        self.singles: list[StepSegment] = []
-        for segment in segments:
-            is_single = segment.end_row - segment.first_row == 1 and segment.end <= BATCH_KEYS
-            (self.singles if is_single else self.chunks).append(segment)
+        self._segments = segments
+        self.chunks, self.singles = _by_kind(segments)
         self.page_tokens = page_tokens
         self.device = device
-        self.layers = layers
+        self._layers = layers
+        self._before_layer = before_layer
         self.on_layer_written = on_layer_written
         self.native = native
         self.fused = fused
-        self.single_rows_B = self._indices([each.first_row for each in self.singles])
-        self.single_pages_B = self._indices([each.pages[each.start // page_tokens] for each in self.singles])
-        self.single_offsets_B = self._indices([each.start % page_tokens for each in self.singles])
         self._batches: dict[int | None, list[SingleBatch]] = {}
+        self._write_segments(segments)
+
+    def open_layer(self, layer_idx: int) -> Tensor:
+        """The layer's pages [P, planes, K, S, H], when its turn has come."""
+        silent = self._before_layer(layer_idx) if self._before_layer is not None else ()
+        if silent:
+            self._write_segments([each for idx, each in enumerate(self._segments) if idx not in silent])
+            for kernels in (self.native, self.fused):
+                if kernels is not None:
+                    kernels.leave_out(silent)
+        return self._layers(layer_idx)
 
     def single_batches(self, window: int | None) -> "list[SingleBatch]":
         """The segments of one token, cut into batches for layers of this window."""
@@ -101,8 +110,25 @@ class StepContext:
             self._batches[window] = [SingleBatch(group, self.page_tokens, self.device) for group in groups]
         return self._batches[window]
 
+    def _write_segments(self, segments: Sequence[StepSegment]) -> None:
+        """The rows of these are written from now on."""
+        self.written_chunks, singles = _by_kind(segments)
+        self.single_rows_B = self._indices([each.first_row for each in singles])
+        self.single_pages_B = self._indices([each.pages[each.start // self.page_tokens] for each in singles])
+        self.single_offsets_B = self._indices([each.start % self.page_tokens for each in singles])
+
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _by_kind(segments: Sequence[StepSegment]) -> tuple[list[StepSegment], list[StepSegment]]:
+    """Chunks, and segments of one token that are attended together."""
+    chunks: list[StepSegment] = []
+    singles: list[StepSegment] = []
+    for segment in segments:
+        is_single = segment.end_row - segment.first_row == 1 and segment.end <= BATCH_KEYS
+        (singles if is_single else chunks).append(segment)
+    return chunks, singles
 
 
 class SingleBatch:
@@ -183,7 +209,7 @@ def paged_attention(
     assert attention_mask is None
     assert dropout == 0.0
     layer_idx: int = module.layer_idx
-    pages = step.layers(layer_idx)
+    pages = step.open_layer(layer_idx)
     if hasattr(module, "kv_lora_rank"):
         _write(step, pages[:, 0], torch.cat([key[0], value[0]], dim=-1))
         step.on_layer_written(layer_idx)
@@ -208,7 +234,7 @@ def _write(step: StepContext, plane_PKSH: Tensor, new_KTH: Tensor) -> None:
         step.fused.write(plane_PKSH, new_KTH)
         return
     page_tokens = step.page_tokens
-    for segment in step.chunks:
+    for segment in step.written_chunks:
         row, position = segment.first_row, segment.start
         while row < segment.end_row:
             offset = position % page_tokens
@@ -216,7 +242,7 @@ def _write(step: StepContext, plane_PKSH: Tensor, new_KTH: Tensor) -> None:
             page = segment.pages[position // page_tokens]
             plane_PKSH[page, :, offset : offset + count] = new_KTH[:, row : row + count]
             row, position = row + count, position + count
-    if step.singles:
+    if len(step.single_rows_B):
         rows_KBH = new_KTH[:, step.single_rows_B]
         plane_PKSH[step.single_pages_B, :, step.single_offsets_B] = rows_KBH.transpose(0, 1)
 

@@ -13,7 +13,7 @@ Tensor shapes: T rows of the step or segment, N query heads, K KV heads, H head 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class FusedStep:
     """Where the rows and keys of one step live, laid out once for all its layers."""
 
     def __init__(self, segments: Sequence[StepSegment], *, page_tokens: int, device: torch.device) -> None:
+        self._segments = segments
         self._page_tokens = page_tokens
         self._device = device
         positions = [torch.arange(each.start, each.end) for each in segments]
@@ -48,11 +49,24 @@ class FusedStep:
         ]
         self._page_T = torch.cat(written).to(device)
         self._offset_T = torch.cat(positions).remainder(page_tokens).to(device)
+        self._written_rows: Tensor | None = None
+        """None: all of them."""
         self._chunks: dict[tuple[int, int | None], _Chunk] = {}
 
+    def leave_out(self, silent: Collection[int]) -> None:
+        """The segments of these indices write nothing from now on."""
+        is_written_T = torch.ones(len(self._page_T), dtype=torch.bool)
+        for idx in silent:
+            is_written_T[self._segments[idx].first_row : self._segments[idx].end_row] = False
+        self._written_rows = is_written_T.nonzero()[:, 0].to(self._device)
+
     def write(self, plane_PKSH: Tensor, new_KTH: Tensor) -> None:
-        """Put one plane of all rows where their positions live."""
-        plane_PKSH[self._page_T, :, self._offset_T] = new_KTH.transpose(0, 1)
+        """Put one plane of the rows where their positions live."""
+        if self._written_rows is None:
+            plane_PKSH[self._page_T, :, self._offset_T] = new_KTH.transpose(0, 1)
+        else:
+            rows = self._written_rows
+            plane_PKSH[self._page_T[rows], :, self._offset_T[rows]] = new_KTH[:, rows].transpose(0, 1)
 
     def attend(self, query_NTH: Tensor, segment: StepSegment, pages: Tensor, rules: ScoreRules) -> Tensor:
         """[N, T, H]: the rows of one segment over its own pages [P, 2, K, S, H]."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +151,7 @@ class PacedRunner:
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
-        before_layer_group: Callable[[int], None] | None = None,
+        before_layer_group: Callable[[int], Collection[int]] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
         """See Runner. Returns after the step's time and what `before_layer_group` waits; what writing the K/V takes is inside
@@ -160,13 +160,17 @@ class PacedRunner:
         given = token_ids_T if self.spec.is_first_stage else hidden_TD
         assert given is not None
         assert given.shape[0] == sum(segment.num_tokens for segment in segments), "rows and segments differ"
-        pages_T, slots_T, positions_T = self._places(segments)
+        places = written = self._places(segments)
         step_s = self._pace.time_s(StepShape.of_chunks((each.num_tokens, each.start) for each in segments))
         for group_idx in self.kv.groups:
             if before_layer_group is not None:
                 waited_since_s = self._clock.now()
-                before_layer_group(group_idx)
+                silent = before_layer_group(group_idx)
                 started_s += self._clock.now() - waited_since_s
+                if silent:
+                    rows_T = _rows_without(silent, segments)
+                    written = tuple(each_T[rows_T] for each_T in places)
+            pages_T, slots_T, positions_T = written
             layers = self._layout.group_layers(group_idx)
             for layer_idx in layers:
                 kv_TH = paced_kv(layer_idx, positions_T, head_dim=self.info.head_dim).to(self.kv.layer(0).dtype)
@@ -177,9 +181,12 @@ class PacedRunner:
                 on_layer_group(group_idx)
         while self._clock.now() < started_s + step_s:
             pass
-        return self._output(segments, len(positions_T))
+        return self._output(segments, len(given))
 
-    def _places(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
+    def wait_idle(self) -> None:
+        """See Runner. Nothing goes on after a forward."""
+
+    def _places(self, segments: Sequence[Segment]) -> tuple[Tensor, ...]:
         """Page, slot in the page and position of every row, [T] int64 each. Raises: OutOfPages."""
         page_tokens = self.kv.page_tokens
         pages, positions = [], []
@@ -205,6 +212,12 @@ class PacedRunner:
         for row, end in enumerate(ends):
             logits_RV[row, paced_token(end, self.info)] = _TOKEN_LOGIT
         return logits_RV
+
+
+def _rows_without(silent: Collection[int], segments: Sequence[Segment]) -> Tensor:
+    """Rows of all segments but those of these indices."""
+    is_written = [torch.full((each.num_tokens,), idx not in silent) for idx, each in enumerate(segments)]
+    return torch.cat(is_written).nonzero()[:, 0]
 
 
 def paced_token(position: int, info: ModelInfo) -> int:

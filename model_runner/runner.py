@@ -5,7 +5,7 @@ Knows nothing of requests, schedules or the network; one thread uses it at a tim
 Tensor shapes: T rows (all segments packed), D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class Runner(Protocol):
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
-        before_layer_group: Callable[[int], None] | None = None,
+        before_layer_group: Callable[[int], Collection[int]] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Run this stage's layers over the packed rows of all segments and write their K/V to the pages.
@@ -64,12 +64,18 @@ class Runner(Protocol):
             token_ids_T: [T] int64, the segments' tokens one after the other; on the first stage.
             hidden_TD: [T, D] from the stage before; on the others.
             before_layer_group: called in this thread with a group's global index before anything touches its pages; may wait
-                until the K/V of earlier positions is there.
+                until the K/V of earlier positions is there. Returns the indices of the segments that need not go on because
+                it is not: from this group on they write nothing, and their rows of the result mean nothing.
             on_layer_group: called in this thread with a group's global index once all its K/V of this step are in the
                 pages; the rest of the group's last layer and later layers may be still to come.
         Returns: [T, D]; on the last stage float32 logits [segments with wants_logits, V] of their last tokens.
         Raises: OutOfPages if a block table is too short; nothing has been written then.
         """
+        ...
+
+    def wait_idle(self) -> None:
+        """Return once nothing that was started here writes to pages any more. For a caller that frees pages without having
+        read a step's result, which waits as well."""
         ...
 
 
@@ -150,7 +156,7 @@ class StageRunner:
         *,
         token_ids_T: Tensor | None = None,
         hidden_TD: Tensor | None = None,
-        before_layer_group: Callable[[int], None] | None = None,
+        before_layer_group: Callable[[int], Collection[int]] | None = None,
         on_layer_group: Callable[[int], None] | None = None,
     ) -> Tensor:
         """See Runner."""
@@ -165,16 +171,20 @@ class StageRunner:
         rows = self._logit_rows(segments)
         if not len(rows):
             self._model.hidden(hidden, positions_T, step)
-            if self._device.type == "cuda":
-                # Every other result is copied to the host, which waits. Afterwards the caller frees pages.
-                torch.cuda.current_stream(self._device).synchronize()
+            # There is nothing to read that would make the caller wait before it frees pages.
+            self.wait_idle()
             return torch.empty(0, self._model.vocab_size, device=self._device)
         return self._model.logits(hidden, positions_T, step, rows=rows)
+
+    def wait_idle(self) -> None:
+        """See Runner."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _plan(
         self,
         segments: Sequence[Segment],
-        before_layer_group: Callable[[int], None] | None,
+        before_layer_group: Callable[[int], Collection[int]] | None,
         on_layer_group: Callable[[int], None] | None,
     ) -> tuple[StepContext, Tensor]:
         placed: list[StepSegment] = []
@@ -188,8 +198,9 @@ class StageRunner:
             placed,
             page_tokens=self.kv.page_tokens,
             device=self._device,
-            layers=self._layer if before_layer_group is None else self._gated_layers(before_layer_group),
+            layers=self._layer,
             on_layer_written=self._group_notifier(on_layer_group),
+            before_layer=None if before_layer_group is None else self._group_opener(before_layer_group),
             native=None if self._attention_kernels is None else NativeStep(self._attention_kernels, placed),
             fused=FusedStep(placed, page_tokens=self.kv.page_tokens, device=self._device) if self._is_fused else None,
         )
@@ -198,15 +209,13 @@ class StageRunner:
     def _layer(self, layer_idx: int) -> Tensor:
         return self.kv.layer(layer_idx - self.spec.start_layer)
 
-    def _gated_layers(self, before_layer_group: Callable[[int], None]) -> Callable[[int], Tensor]:
+    def _group_opener(self, before_layer_group: Callable[[int], Collection[int]]) -> Callable[[int], Collection[int]]:
         first_layers = {self._layout.group_layers(group_idx)[0]: group_idx for group_idx in self.kv.groups}
 
-        def layer(layer_idx: int) -> Tensor:
-            if layer_idx in first_layers:
-                before_layer_group(first_layers[layer_idx])
-            return self._layer(layer_idx)
+        def before_layer(layer_idx: int) -> Collection[int]:
+            return before_layer_group(first_layers[layer_idx]) if layer_idx in first_layers else ()
 
-        return layer
+        return before_layer
 
     def _group_notifier(self, on_layer_group: Callable[[int], None] | None) -> Callable[[int], None]:
         last_layers = {self._layout.group_layers(group_idx)[-1]: group_idx for group_idx in self.kv.groups}

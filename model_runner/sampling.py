@@ -6,6 +6,7 @@ a sampler has to travel.
 Tensor shapes: B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,14 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moontide.errors import Internal
 from moontide.sampling_params import SampledToken, SamplingParams
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], output_idx: Sequence[int]) -> list[SampledToken]:
-    """Draw one token per row.
+def sample(
+    logits_BV: Tensor, params: Sequence[SamplingParams], output_idx: Sequence[int]
+) -> list[SampledToken | Internal]:
+    """Draw one token per row. A row whose logits are NaN or infinite gives an error in its place, and no other row notices.
 
     Args:
-        logits_BV: [B, V] raw logits of the model.
+        logits_BV: [B, V] raw logits of the model; -inf rules a token out.
         output_idx: position of the token in its request's output, from 0.
     Returns: tokens with the log-probabilities that were asked for; these are the model's own, before temperature,
         top_k and top_p. Greedy rows (temperature 0) take the most likely token, the lowest id of several.
@@ -30,8 +34,14 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], output_idx: Sequ
     return [_sample_row(logits_V, row_params, idx) for logits_V, row_params, idx in rows]
 
 
-def _sample_row(logits_V: Tensor, params: SamplingParams, output_idx: int) -> SampledToken:
-    token_id = _greedy(logits_V) if params.temperature == 0 else _draw(logits_V, params, output_idx)
+def _sample_row(logits_V: Tensor, params: SamplingParams, output_idx: int) -> SampledToken | Internal:
+    peak = float(logits_V.max())
+    if not math.isfinite(peak):
+        what = "NaN" if math.isnan(peak) else "infinite"
+        return Internal(
+            f"the model gave {what} logits for token {output_idx} of the answer, so none can be drawn; check its weights and dtype"
+        )
+    token_id = _greedy(logits_V, peak) if params.temperature == 0 else _draw(logits_V, params, output_idx)
     if params.logprobs is None:
         return SampledToken(token_id=token_id)
     logprobs_V = torch.log_softmax(logits_V, dim=-1)
@@ -40,9 +50,9 @@ def _sample_row(logits_V: Tensor, params: SamplingParams, output_idx: int) -> Sa
     )
 
 
-def _greedy(logits_V: Tensor) -> int:
+def _greedy(logits_V: Tensor, peak: float) -> int:
     """The lowest id among the largest logits; torch.argmax does not promise which of equal ones it returns."""
-    return int(torch.nonzero(logits_V == logits_V.max())[0, 0])
+    return int(torch.nonzero(logits_V == peak)[0, 0])
 
 
 def _draw(logits_V: Tensor, params: SamplingParams, output_idx: int) -> int:

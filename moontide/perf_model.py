@@ -29,6 +29,8 @@ _VARIED = 2.0
 """Steps tell overhead and tokens apart when the largest has so many times the tokens of the smallest."""
 _STIFFNESS = 0.1
 """How much a re-fit holds on to the proportions of the first model: as much as so many samples."""
+_ROUNDING = 1e-9
+"""Relative: what is not further below the knee than this is at the knee."""
 _LEAST_SHARE = 0.1
 """A smaller part of a step's time changes as easily as one of so much, so that one measured as nothing can grow."""
 
@@ -79,7 +81,7 @@ class StepModel:
         """The most tokens after a prefix whose step takes no longer; infinite if tokens cost nothing, 0 if none fit."""
         left_s = budget_s - self.overhead_s
         tokens = _positive_root(self.pair_s / 2, self.token_s + self.pair_s * prefix_tokens, left_s)
-        if tokens >= self.knee_tokens:
+        if tokens >= self.knee_tokens * (1 - _ROUNDING):
             return tokens
         return _positive_root(self.pair_s / 2, self.pair_s * prefix_tokens, left_s - self.token_s * self.knee_tokens)
 
@@ -91,7 +93,8 @@ class StepModel:
         """
         pairs_s = step_s - self.overhead_s - self.token_s * self.knee_tokens
         knee_pairs_s = self.pair_s * self.knee_tokens
-        border: float = end_token if pairs_s > 0 else first_token
+        is_at_knee = not self.pair_s and pairs_s > -_ROUNDING * step_s
+        border: float = end_token if pairs_s > 0 or is_at_knee else first_token
         if pairs_s > 0 and knee_pairs_s > 0:
             border = min(max(pairs_s / knee_pairs_s - self.knee_tokens / 2, first_token), end_token)
         above = (border - first_token) * (self.token_s + self.pair_s * (border + first_token) / 2)
@@ -124,18 +127,17 @@ def makespan_of_times_s(stages: Sequence[Sequence[float]]) -> float:
     return ends[-1] if ends else 0.0
 
 
-def best_num_chunks(*, num_stages: int, work_s: float, overhead_s: float, kappa: float = 1.0) -> float:
+def best_num_chunks(*, num_stages: int, work_s: float, overhead_s: float) -> float:
     """Chunks of one prompt that make its makespan shortest; not rounded, below 1 when one chunk is best.
 
-    More chunks fill the pipeline sooner, and each costs its overhead: T(m) = (W/P) (1 + kappa (P-1) / m) + (m + P - 1) tau.
+    More chunks fill the pipeline sooner, and each costs its overhead: T(m) = (W/P) (1 + (P-1) / m) + (m + P - 1) tau.
 
     Args:
         work_s: W, the time of the whole model for the prompt, all stages together.
-        kappa: how much longer the longest chunk is than the mean; 1 for chunks of equal time.
     """
     if work_s <= 0 or num_stages == 1:
         return 0.0
-    return math.sqrt((num_stages - 1) * kappa * work_s / (num_stages * overhead_s)) if overhead_s > 0 else math.inf
+    return math.sqrt((num_stages - 1) * work_s / (num_stages * overhead_s)) if overhead_s > 0 else math.inf
 
 
 def fit(samples: Collection[StepSample]) -> StepModel:

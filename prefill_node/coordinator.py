@@ -268,8 +268,8 @@ class Coordinator:
                     cursor = await self._fetch_while_reserved(request, copying)
                 request.session.expect(request.prompt, cursor)
                 phase = "computing and sealing the prompt"
-                request.is_accepted = True
                 await emit(self._accepted(cursor))
+                request.is_accepted = True
                 await self._compute(request, emit, cursor)
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -289,6 +289,7 @@ class Coordinator:
                     if hit_blocks is not None:
                         self._take_pages(request, hit_blocks)
                         return
+                    request.may_hold_reservation = False
                 if self._room_is_for is None and request.session.is_starved(request.prompt):
                     self._room_is_for = key
                 await asyncio.sleep(_RESERVE_RETRY_S * random.uniform(0.5, 1.5))
@@ -363,14 +364,16 @@ class Coordinator:
         """The first fetch of a request: nobody else renews its reservation yet."""
         if not request.hit_blocks and copying is None:
             return 0
-        async with asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(self._keep_reserved(request.prompt.key))
+        renewing = asyncio.create_task(self._keep_reserved(request.prompt.key), name="renewal of a reservation")
+        try:
             if copying is not None:
                 await self._await_copy(request, copying)
             cursor = await self._fetch(request) if request.hit_blocks else 0
-            if cursor:
-                self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
+        finally:
             renewing.cancel()
+            await asyncio.wait([renewing])
+        if cursor:
+            self._metrics.page_hit_tokens.inc(request.prompt.held_blocks * self._layout.block_tokens)
         request.fetch_ended_s = self._clock.now()
         return cursor
 

@@ -354,6 +354,16 @@ class StagePipeline:
     def _compute(self, step: _Step, hidden_TD: Tensor | None) -> _Computed:
         """In the compute thread."""
         started_s = self._clock.now()
+        try:
+            tokens, payload = self._forward(step, hidden_TD)
+        except Exception:
+            # What had been started goes on without the error, and `close` promises that no page is touched after it.
+            self._wait_idle()
+            raise
+        return _Computed(started_s=started_s, ended_s=self._clock.now(), payload=payload, tokens=tokens)
+
+    def _forward(self, step: _Step, hidden_TD: Tensor | None) -> tuple[list[common_pb2.Token], memoryview | None]:
+        """Returns what _Computed holds, with all of it on the host."""
         for page, num_tokens in step.partial_pages:
             self._runner.kv.zero_tail(page, num_tokens)
         output = self._runner.forward(
@@ -362,10 +372,15 @@ class StagePipeline:
             hidden_TD=hidden_TD,
             on_layer_group=lambda group_idx: self._pusher.group_done(step.push, group_idx),
         )
-        is_last_stage = self._runner.spec.is_last_stage
-        tokens = _sample(step.chunks, output) if is_last_stage else []
-        payload = None if is_last_stage else tensor_bytes(output.cpu().contiguous())
-        return _Computed(started_s=started_s, ended_s=self._clock.now(), payload=payload, tokens=tokens)
+        if self._runner.spec.is_last_stage:
+            return _sample(step.chunks, output), None
+        return [], tensor_bytes(output.cpu().contiguous())
+
+    def _wait_idle(self) -> None:
+        try:
+            self._runner.wait_idle()
+        except Exception:
+            log.exception("device failed")  # one that cannot even be waited for writes nothing more
 
     def _finish_puts(self, result: PushResult) -> None:
         self.times.close_store_job()
@@ -489,10 +504,13 @@ def _token_ids(chunks: Sequence[stage_pb2.Chunk]) -> Tensor:
 
 
 def _sample(chunks: Sequence[stage_pb2.Chunk], logits_RV: Tensor) -> list[common_pb2.Token]:
-    """One token for each chunk that finishes its prompt, in order."""
+    """One token, or why there is none, for each chunk that finishes its prompt, in order."""
     last = [chunk for chunk in chunks if chunk.is_last]
     if not last:
         return []
     output_idx = [chunk.output_idx for chunk in last]
     drawn = sample(logits_RV, [SamplingParams.from_proto(chunk.sampling) for chunk in last], output_idx)
-    return [token.to_proto(idx) for token, idx in zip(drawn, output_idx, strict=True)]
+    return [
+        common_pb2.Token(output_idx=idx, error=str(token)) if isinstance(token, Internal) else token.to_proto(idx)
+        for token, idx in zip(drawn, output_idx, strict=True)
+    ]

@@ -11,6 +11,7 @@ all others of its tenant.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,14 +60,23 @@ def keeps_turn(current: Candidate, first: Candidate, *, policy: str, now_s: floa
     """Whether the prompt that got the last step gets the next one too, although `first` is ranked before it.
 
     Under lars a prompt that runs keeps its slack while the others lose theirs, so prompts of one length would take turns and
-    all be done only at the end. Finishing the one with less work left first delays the other by less than its own work.
+    all be done only at the end. Finishing the one with less work left first delays the other by less than its own work; it is
+    not done where the other order meets more deadlines of the two.
     """
     return (
         policy == "lars"
         and current.share.key == first.share.key
         and current.work_left_s <= first.work_left_s
         and not is_starved(first, now_s=now_s, starvation_s=starvation_s)
+        and _deadlines_met([current, first], now_s) >= _deadlines_met([first, current], now_s)
     )
+
+
+def _deadlines_met(line: Sequence[Candidate], now_s: float) -> int:
+    """How many of some prompts are done in time, one after the other."""
+    ends_s = itertools.accumulate((candidate.work_left_s for candidate in line), initial=now_s)
+    next(ends_s)
+    return sum(end_s <= candidate.deadline_s for end_s, candidate in zip(ends_s, line, strict=True))
 
 
 def is_starved(candidate: Candidate, *, now_s: float, starvation_s: float) -> bool:

@@ -38,6 +38,7 @@ class PlannedChunk:
 class _Queued:
     key: RequestKey
     order: int
+    first_token: int
     cursor: int
     num_tokens: int
     step_s: float
@@ -76,6 +77,8 @@ class Scheduler:
         self._max_in_flight_steps = max_in_flight_steps
         self._queue: dict[RequestKey, _Queued] = {}
         self._last_served: RequestKey | None = None
+        self._started: list[RequestKey] = []
+        """Queued prompts that have got steps, the last served last."""
         self._on_preempted = on_preempted
         self._on_starved = on_starved
 
@@ -109,6 +112,7 @@ class Scheduler:
         self._queue[key] = _Queued(
             key=key,
             order=order,
+            first_token=cursor,
             cursor=cursor,
             num_tokens=num_tokens,
             step_s=step_s,
@@ -120,7 +124,13 @@ class Scheduler:
 
     def remove(self, key: RequestKey) -> None:
         """Forget a prompt; one that is not queued (any more) is no error."""
-        self._queue.pop(key, None)
+        if self._queue.pop(key, None) and key in self._started:
+            self._started.remove(key)
+
+    def replan(self) -> None:
+        """The stages were measured anew."""
+        for queued in self._queue.values():
+            queued.step_s = self._planner.step_s(queued.first_token, queued.num_tokens)
 
     def next_micro_batch(self, *, in_flight_steps: int, now_s: float) -> Sequence[PlannedChunk]:
         """The next micro-batch, empty when the pipeline is full or nobody may go on. Moves the cursors.
@@ -166,7 +176,9 @@ class Scheduler:
             if self._mode != "chunked-serial" or not queued.in_pipeline
         ]
         line = self._turns.ranked(ready, now_s)
-        current = next((candidate for candidate in line if candidate.key == self._last_served), None)
+        # Not only who got the very last step: a short prompt between two chunks of a long one leaves it its turn.
+        started = self._started[-1] if self._started else None
+        current = next((candidate for candidate in line if candidate.key == started), None)
         if current is not None and self._turns.keeps_turn(current, line[0], now_s):
             line.remove(current)
             line.insert(0, current)
@@ -194,9 +206,13 @@ class Scheduler:
         queued.served_s = now_s
         queued.in_pipeline += 1
         self._last_served = queued.key
+        if queued.key in self._started:
+            self._started.remove(queued.key)
         is_last = num_tokens == rest
         if is_last:
             del self._queue[queued.key]
+        else:
+            self._started.append(queued.key)
         return PlannedChunk(key=queued.key, first_token=first_token, num_tokens=num_tokens, is_last=is_last)
 
     def _note_turn(self, first: Candidate, now_s: float) -> None:

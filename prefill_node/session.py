@@ -66,7 +66,8 @@ class GroupSession:
         """When a stage last reported progress, or the log was last empty. While micro-batches are in flight only their ends count
         as progress: a stage whose forward hangs still acknowledges everything else."""
         self.on_pages_changed: Callable[[], None] = _nothing
-        """Called when pages became free, or could be taken away from somebody."""
+        """Called when pages became free, or could be taken away from somebody: also whenever a step is over, for time changes whose
+        turn it is."""
         self._config = config
         self._fits = [OnlineFit(model) for model in step_models]
         self._planner = ChunkPlanner(
@@ -207,6 +208,7 @@ class GroupSession:
             now_s=self._clock.now(),
         )
         self._pump()
+        self.on_pages_changed()
 
     def finish(self, prompt: Prompt) -> None:
         """The prompt is done, or given up in whatever phase; its pages are free after the fence."""
@@ -371,6 +373,7 @@ class GroupSession:
             self._end_if_drained(key)  # its puts may have been reported before
         if stage_idx == self._config.num_stages - 1:
             self._note_tokens(chunks, report.tokens, now)
+            self.on_pages_changed()
         self._pump()
 
     def _learn(self, stage_idx: int, chunks: Sequence[stage_pb2.Chunk], compute_s: float) -> float:
@@ -389,6 +392,7 @@ class GroupSession:
         models = [fit.model for fit in self._fits]
         if all(models):
             self._planner.set_stages([model for model in models if model])
+            self._scheduler.replan()
 
     @property
     def _slowest_idx(self) -> int:

@@ -1,6 +1,6 @@
 """NativeStep: where the rows of one step live, in the form the native attention reads."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,11 +32,17 @@ class NativeStep:
             rows.append((segment.first_row, segment.end_row - segment.first_row, segment.start, len(tables)))
             tables.extend(segment.pages)
         self._segments_B4 = torch.tensor(rows, dtype=torch.int64)
+        self._written_B4 = self._segments_B4
         self._tables = torch.tensor(tables, dtype=torch.int64)
+
+    def leave_out(self, silent: Collection[int]) -> None:
+        """The segments of these indices write nothing from now on."""
+        self._written_B4 = self._segments_B4.clone()
+        self._written_B4[sorted(silent), 1] = 0
 
     def write(self, key_KTH: Tensor, value_KTH: Tensor, pages: Tensor) -> None:
         """Put the step's K/V into one layer's pages [P, 2, K, S, H]."""
-        self._kernels.write(key_KTH, value_KTH, pages, segments_B4=self._segments_B4, tables=self._tables)
+        self._kernels.write(key_KTH, value_KTH, pages, segments_B4=self._written_B4, tables=self._tables)
 
     def attend(self, query_NTH: Tensor, pages: Tensor, rules: "ScoreRules") -> Tensor:
         """[T, N, H]: every segment's rows over its own pages."""

@@ -76,7 +76,8 @@ class FakeStore(kvstore_pb2_grpc.KvStoreServicer):
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
-    """Faults: "lost" (before the first token), "lost after first", "ends" (stream ends early), "rejected", "missing"."""
+    """Faults: "lost" (before the first token), "lost after first", "ends" (stream ends early), "rejected", "missing",
+    "no token" (the model's logits are no numbers)."""
 
     def __init__(self, node_id: str, answer: Sequence[int], store: FakeStore) -> None:
         self.node_id = node_id
@@ -117,7 +118,10 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                 return
             num_blocks = len(request.token_ids) // 4 // BLOCK_TOKENS
             yield prefill_pb2.PrefillEvent(sealed=prefill_pb2.BlocksSealed(num_blocks=num_blocks))
-            yield prefill_pb2.PrefillEvent(first_token=self._first_token(request, arrival_s))
+            first = self._first_token(request, arrival_s)
+            if fault == "no token":
+                first.token.CopyFrom(common_pb2.Token(error="NaN logits"))
+            yield prefill_pb2.PrefillEvent(first_token=first)
             await self.may_complete.wait()
             await self._fail(fault, context, {"lost after first": NodeLost("stage 1 is gone")})
             self.completed.append(key)

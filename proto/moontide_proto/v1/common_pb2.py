@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoontide_proto/v1/common.proto\x12\x0bmoontide.v1\"\xcc\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"~\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x12\n\noutput_idx\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.moontide.v1.TopLogprobB\n\n\x08_logprob\"\x86\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\x03\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bpredicted_s\x18\x07 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoontide_proto/v1/common.proto\x12\x0bmoontide.v1\"\xcc\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x9c\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x12\n\noutput_idx\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.moontide.v1.TopLogprob\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_logprobB\x08\n\x06_error\"\x86\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\x03\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bpredicted_s\x18\x07 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moontide_proto.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=568
-  _globals['_FINISHREASON']._serialized_end=663
+  _globals['_FINISHREASON']._serialized_start=599
+  _globals['_FINISHREASON']._serialized_end=694
   _globals['_SAMPLINGPARAMS']._serialized_start=48
   _globals['_SAMPLINGPARAMS']._serialized_end=252
   _globals['_TOPLOGPROB']._serialized_start=254
   _globals['_TOPLOGPROB']._serialized_end=301
-  _globals['_TOKEN']._serialized_start=303
-  _globals['_TOKEN']._serialized_end=429
-  _globals['_SPAN']._serialized_start=432
-  _globals['_SPAN']._serialized_end=566
+  _globals['_TOKEN']._serialized_start=304
+  _globals['_TOKEN']._serialized_end=460
+  _globals['_SPAN']._serialized_start=463
+  _globals['_SPAN']._serialized_end=597
 # @@protoc_insertion_point(module_scope)

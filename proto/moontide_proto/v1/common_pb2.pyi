@@ -47,16 +47,18 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("token_id", "output_idx", "logprob", "top_logprobs")
+    __slots__ = ("token_id", "output_idx", "logprob", "top_logprobs", "error")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDX_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     output_idx: int
     logprob: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, token_id: _Optional[int] = ..., output_idx: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+    error: str
+    def __init__(self, token_id: _Optional[int] = ..., output_idx: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "track", "start_s", "duration_s", "first_token", "num_tokens", "predicted_s")

@@ -240,13 +240,15 @@ class VerifyRequest(_message.Message):
     def __init__(self, max_blocks: _Optional[int] = ..., drop_damaged: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("num_blocks", "num_missing", "num_damaged", "bad_hashes")
+    __slots__ = ("num_blocks", "num_missing", "num_damaged", "bad_hashes", "num_unread")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_MISSING_FIELD_NUMBER: _ClassVar[int]
     NUM_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     BAD_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNREAD_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_missing: int
     num_damaged: int
     bad_hashes: bytes
-    def __init__(self, num_blocks: _Optional[int] = ..., num_missing: _Optional[int] = ..., num_damaged: _Optional[int] = ..., bad_hashes: _Optional[bytes] = ...) -> None: ...
+    num_unread: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_missing: _Optional[int] = ..., num_damaged: _Optional[int] = ..., bad_hashes: _Optional[bytes] = ..., num_unread: _Optional[int] = ...) -> None: ...

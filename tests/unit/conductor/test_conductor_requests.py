@@ -21,6 +21,7 @@ from conductor.validation import ChatPrompt, TokenPrompt
 from moontide.errors import (
     BlockMissing,
     DeadlineExceeded,
+    Internal,
     MoontideError,
     NoCapacity,
     NodeLost,
@@ -236,6 +237,14 @@ async def test_session_forgets_a_request_that_failed_on_the_decode_instance(fron
     await front.settle()
     record = front.cluster.registry.records["decode-0"]
     assert front.conductor._sessions.get(record).num_requests == 0
+
+
+async def test_prompt_whose_first_token_cannot_be_drawn_fails_with_the_reason(front: Front) -> None:
+    front.cluster.prefill[0].faults.append("no token")
+    with pytest.raises(Internal, match="prefill group prefill-0: NaN logits"):
+        await front.generate()
+    await front.settle()
+    assert len(front.cluster.prefill[0].calls) == 1, "it would give NaN again"
 
 
 async def test_request_waits_for_a_node_to_come_back_until_its_deadline(front: Front) -> None:

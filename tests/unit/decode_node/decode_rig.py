@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -269,6 +270,13 @@ class DecodeRig:
         await wait_for(lambda: self.requests.batch.num_entries == 0)
         self.requests.batch.check_invariants()
         assert self.requests.batch.num_free_pages == self.requests.batch.num_pages
+
+
+def count_waits(rig: DecodeRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often the step loop has waited for the device from now on."""
+    waits: list[None] = []
+    monkeypatch.setattr(rig.runner, "wait_idle", lambda: waits.append(None))
+    return lambda: len(waits)
 
 
 async def wait_for(condition: object) -> None:

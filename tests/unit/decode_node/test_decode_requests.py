@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,19 @@ from decode_node.batch import Phase
 from decode_node.session import Failed, Finished, Pulled, Tokens
 from kvstore.transfer.memory import MemoryStore
 from model_runner import kv_fetch
+from model_runner.runner import Segment
 from moontide.errors import MoontideError
 from moontide.sampling_params import FinishReason, SamplingParams
 from tests.fakes.tiny_models import VOCAB_SIZE, reference_generate, tiny_model_dir
-from tests.unit.decode_node.decode_rig import BLOCK_TOKENS, DecodeRig, Prefill, Prefilled, decode_rig, wait_for
+from tests.unit.decode_node.decode_rig import (
+    BLOCK_TOKENS,
+    DecodeRig,
+    Prefill,
+    Prefilled,
+    count_waits,
+    decode_rig,
+    wait_for,
+)
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -475,12 +486,59 @@ async def test_step_that_raises_fails_its_requests_and_the_node_goes_on(
     async with decode_rig(prefill, store) as rig:
         with monkeypatch.context() as patch:
             patch.setattr(rig.runner, "forward", broken)
+            num_waits = count_waits(rig, patch)
             rig.open_and_start(first)
             answer = await rig.answer(first)
+        assert num_waits() == 1, "the device may still write to the pages that are free now"
         assert "out of memory" in str(ended_with(answer.end, "Internal"))
         assert not answer.tokens
         rig.open_and_start(second)
         assert isinstance((await rig.answer(second)).end, Finished)
+        await rig.until_idle()
+
+
+async def test_step_on_a_device_that_is_gone_fails_its_requests(
+    prefill: Prefill, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: object, **_kwargs: object) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    prompt = prefill.run("r", prompt_ids(PARTIAL_LENGTH), GREEDY)
+    async with decode_rig(prefill, store) as rig:
+        for name in ("forward", "wait_idle"):
+            monkeypatch.setattr(rig.runner, name, broken)
+        rig.open_and_start(prompt)
+        assert "illegal memory access" in str(ended_with((await rig.answer(prompt)).end, "Internal"))
+        await rig.until_idle()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_nan_logits_fail_their_request_and_no_other(
+    model_dir: Path, prefill: Prefill, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    cases = [prompt_with_reference(model_dir, length) for length in (9, 40)]
+    others = [prefill.run(f"other{idx}", ids, GREEDY) for idx, (ids, _) in enumerate(cases)]
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, ignore_eos=True)
+    bad = prefill.run("bad", prompt_ids(PARTIAL_LENGTH), sampling)
+    async with decode_rig(prefill, store) as rig:
+        forward = rig.runner.forward
+
+        def with_nan(segments: Sequence[Segment], **kwargs: Any) -> torch.Tensor:
+            logits = forward(segments, **kwargs).clone()
+            for row, segment in enumerate(segments):
+                if segment.start == PARTIAL_LENGTH + 2:
+                    logits[row, 7] = float("nan")
+            return logits
+
+        monkeypatch.setattr(rig.runner, "forward", with_nan)
+        for prompt in (others[0], bad, others[1]):
+            rig.open_and_start(prompt)
+        answer = await rig.answer(bad)
+        assert "NaN logits for token 3 of the answer" in str(ended_with(answer.end, "Internal"))
+        assert answer.output_indices == [1, 2]
+        for prompt, (_, reference) in zip(others, cases, strict=True):
+            other_answer = await rig.answer(prompt)
+            assert [prompt.first_token.token_id, *other_answer.token_ids] == reference
         await rig.until_idle()
 
 

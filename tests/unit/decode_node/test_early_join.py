@@ -13,7 +13,17 @@ from decode_node.session import Finished, Pulled, Tokens
 from kvstore.pool import RequestKey
 from kvstore.transfer.memory import MemoryStore
 from moontide.sampling_params import SamplingParams
-from tests.unit.decode_node.decode_rig import TIMEOUT_S, DecodeRig, Prefill, Prefilled, decode_rig, wait_for
+from tests.unit.decode_node.decode_rig import (
+    BLOCK_TOKENS,
+    LAYER_GROUP,
+    TIMEOUT_S,
+    DecodeRig,
+    Prefill,
+    Prefilled,
+    count_waits,
+    decode_rig,
+    wait_for,
+)
 from tests.unit.decode_node.test_decode_requests import (
     GREEDY,
     MAX_TOKENS,
@@ -128,6 +138,30 @@ async def test_late_groups_cost_a_step_and_no_token_of_anybody(
         answer = await rig.answer(prompt)
         assert [prompt.first_token.token_id, *answer.token_ids] == reference
         assert answer.output_indices == list(range(1, MAX_TOKENS))
+        await rig.until_idle()
+
+
+@pytest.mark.usefixtures("impatient_steps")
+async def test_late_request_has_written_nothing_where_its_pull_writes_and_its_step_is_over(
+    prefill: Prefill, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object is checked in its page: a row written there meanwhile would make it look broken."""
+    prompt = prefill.run("r", list(range(3, 3 + PARTIAL_LENGTH)), GREEDY)
+    async with decode_rig(prefill, store) as rig:
+        put_back = count_put_back(rig, monkeypatch)
+        num_waits = count_waits(rig, monkeypatch)
+        open_with_first_group_only(rig, prompt)
+        await wait_for(lambda: put_back)
+        assert num_waits() == 1, "nobody has read a result, so nobody knows that the device is done"
+        entry = rig.requests.batch.find(prompt.key)
+        assert entry is not None
+        page, offset = entry.pages[PARTIAL_LENGTH // BLOCK_TOKENS], PARTIAL_LENGTH % BLOCK_TOKENS
+        written = [
+            bool(rig.runner.kv.layer(idx)[page, :, :, offset].any()) for idx in range(rig.runner.info.num_layers)
+        ]
+        assert written == [idx < LAYER_GROUP for idx in range(rig.runner.info.num_layers)]
+        rig.transfer.gate.set()
+        assert isinstance((await rig.answer(prompt)).end, Finished)
         await rig.until_idle()
 
 

@@ -270,6 +270,20 @@ async def test_hit_that_is_gone_is_computed(model_dir: Path, prefill: Prefill, s
         await nothing_is_held(rig, node)
 
 
+async def test_hit_in_a_store_without_room_is_used_all_the_same(
+    model_dir: Path, prefill: Prefill, store: MemoryStore
+) -> None:
+    """Nothing is pinned: what is evicted meanwhile is missed, and computed."""
+    ids, reference = prompt_with_reference(model_dir, LONG)
+    node = local_store(store, capacity_bytes=5 * prefill.layout.block_bytes)
+    await reserve_sealed(node, prefill, prefill.run("shared", ids[: 5 * BLOCK_TOKENS], GREEDY))
+    async with decode_rig(prefill, store, store_node=node) as rig:
+        answer = await local_answer(rig, asked("r", ids))
+        assert answer.token_ids == reference
+        assert answer.prefilled.hit_tokens == 5 * BLOCK_TOKENS
+        await nothing_is_held(rig, node)
+
+
 async def test_store_without_room_or_answer_means_computed_and_not_cached(prefill: Prefill, store: MemoryStore) -> None:
     node = local_store(store, capacity_bytes=prefill.layout.block_bytes)
     async with decode_rig(prefill, store, store_node=node) as rig:

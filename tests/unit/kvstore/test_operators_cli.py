@@ -15,6 +15,7 @@ from kvstore.layout import KVLayout
 from kvstore.node import LocalStoreNode
 from kvstore.pool import PoolState, StoredRun
 from kvstore.service import KvStoreService
+from kvstore.transfer.base import GetStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from moontide.config import free_port
 from moontide.errors import BadRequest, DeadlineExceeded, MoontideError, NodeLost
@@ -199,6 +200,7 @@ async def test_verify_finds_damaged_and_missing_blocks(world: World) -> None:
         "num_blocks": 5,
         "num_missing": 0,
         "num_damaged": 0,
+        "num_unread": 0,
         "bad_hashes": [],
     }
     world.damage("2")
@@ -207,7 +209,7 @@ async def test_verify_finds_damaged_and_missing_blocks(world: World) -> None:
     assert (answer.data["num_blocks"], answer.data["num_missing"], answer.data["num_damaged"]) == (5, 1, 1)
     assert names(answer.data["bad_hashes"]) == {"2", "q"}
     assert answer.is_bad
-    assert "5 blocks read, 1 missing, 1 damaged" in answer.text
+    assert "5 blocks read, 1 missing, 1 damaged, 0 not readable" in answer.text
     assert world.events.removals == [], "nothing is dropped unless asked for"
     assert (await world.ask("verify", "--limit", "1")).data["num_blocks"] == 1
 
@@ -262,6 +264,53 @@ async def test_verify_does_not_count_what_leaves_meanwhile(world: World, monkeyp
     monkeypatch.setattr(world.transfer, "get", get)
     result = await world.node.verify()
     assert (result.num_blocks, result.missing, result.damaged) == (1, [], [])
+
+
+async def test_verify_condemns_no_block_that_left_and_came_back_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.cache("a", "1", "2")
+    real_get = world.transfer.get
+
+    def get(items: Any) -> Any:
+        monkeypatch.setattr(world.transfer, "get", real_get)
+        objects = {key: world.store.objects.pop(key) for key in (world.key_of("2", 0), world.key_of("2", 1))}
+        statuses = real_get(items)
+        world.store.objects.update(objects)
+        return statuses
+
+    monkeypatch.setattr(world.transfer, "get", get)
+    answer = await world.ask("verify", "--drop-damaged")
+    assert (answer.data["num_blocks"], answer.data["num_missing"], answer.is_bad) == (2, 0, False)
+    assert world.events.removals == []
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+async def test_verify_counts_failed_reads_apart_and_drops_nothing_for_them(
+    world: World, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    await world.cache("a", "1", "2", "3")
+    world.damage("3")
+    real_get = world.transfer.get
+    num_failed = 0
+
+    def get(items: Any) -> Any:
+        nonlocal num_failed
+        statuses = real_get(items)
+        failing = [idx for idx, item in enumerate(items) if item.key == world.key_of("1", 0)]
+        if num_failed < num_failures:
+            num_failed += 1
+            for idx in failing:
+                statuses[idx] = GetStatus.FAILED
+        return statuses
+
+    monkeypatch.setattr(world.transfer, "get", get)
+    answer = await world.ask("verify", "--drop-damaged")
+    is_unread = num_failures == 2
+    assert (answer.data["num_blocks"], answer.data["num_damaged"], answer.data["num_unread"]) == (3, 1, int(is_unread))
+    assert names(answer.data["bad_hashes"]) == ({"1", "3"} if is_unread else {"3"})
+    assert answer.is_bad
+    assert [hashes for hashes, _ in world.events.removals] == [{block("3")}]
 
 
 async def test_a_server_that_is_not_there_is_named_with_a_way_out() -> None:

@@ -237,6 +237,25 @@ def test_removed_objects_are_looked_for_again_because_a_late_put_may_arrive(pool
     assert pool.stats().used_bytes == 0
 
 
+def test_victims_are_removed_before_what_is_only_looked_for_again(pool: Pool) -> None:
+    pool.reserve(ask("gone", *"abcdef"))
+    pool.release(RequestKey("gone", 1))
+    pool.remove_due()
+    pool.clock.advance(1)
+    pool.cache("cold", *"12345")
+    request = ask("new", *"uvwxyz")
+    assert pool.reserve(request).result is WAIT
+    assert pool.evict_for(request) == [h("5")]
+    removals = pool.due_removals(max_objects=LAYOUT.num_groups)
+    assert [removal.owner for removal in removals] == [h("5")]
+    for removal in removals:
+        pool.finish_removal(removal, [RemoveStatus.REMOVED] * len(removal.keys))
+    assert pool.reserve(request).result is RESERVED
+    pool.check_invariants()
+    again = pool.due_removals(max_objects=1000)
+    assert [removal.owner for removal in again] == [h(name) for name in "fedcba"], "and those in their order"
+
+
 def test_a_block_being_removed_cannot_be_reserved(pool: Pool) -> None:
     pool.reserve(ask("a", "1"))
     pool.release(RequestKey("a", 1))

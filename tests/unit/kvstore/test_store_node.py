@@ -329,6 +329,29 @@ async def test_drain_grants_nothing_new_and_lets_what_is_reserved_come_to_its_en
     await asyncio.wait_for(drain, 5.0)
 
 
+async def test_drain_that_begins_while_room_is_made_grants_nothing_either(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.cache("a", "1", "2", "3", "4")
+    gate, entered = threading.Event(), threading.Event()
+    real_remove = world.transfer.remove
+
+    def slow_remove(keys: Sequence[str]) -> list[RemoveStatus]:
+        entered.set()
+        assert gate.wait(10)
+        return real_remove(keys)
+
+    monkeypatch.setattr(world.transfer, "remove", slow_remove)
+    call = asyncio.create_task(world.reserve("b", "x"))
+    await asyncio.to_thread(entered.wait, 10)
+    await world.node.drain(10.0)
+    gate.set()
+    with pytest.raises(NodeLost, match="shuts down"):
+        await call
+    assert world.pool.stats().reservations == 0
+    world.pool.check_invariants()
+
+
 async def test_drain_gives_up_after_its_time(world: World) -> None:
     await world.reserve("open", "a")
     await world.node.drain(0.01)

@@ -1,12 +1,13 @@
 """What is refused at start, with which words, and what names a model's weights."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from model_runner import builtin_model
+from model_runner import builtin_model, model_source
 from model_runner.model_source import ModelSource, load_model_info, resolve_model
 from model_runner.stage import default_dtype
 from moontide.errors import ModelError
@@ -140,6 +141,74 @@ def test_fingerprint_follows_weights_and_config_but_not_the_path(tiny_root: Path
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
     assert fingerprint(copy) != original
+
+
+def one_large_tensor_among_small_ones(path: Path, *, flipped: int | None = None) -> dict[str, tuple[int, int]]:
+    """Write a safetensors file of three tensors, one bit of its data flipped; returns where each lies in its data."""
+    sizes = {"model.norm.weight": 300, "model.layers.0.mlp.up_proj.weight": 40 << 20, "model.layers.0.bias": 4096}
+    data = bytearray(sum(sizes.values()))
+    ranges, at = {}, 0
+    for name, num_bytes in sizes.items():
+        ranges[name] = (at, at + num_bytes)
+        at += num_bytes
+    if flipped is not None:
+        data[flipped] ^= 1
+    header = {
+        name: {"dtype": "I8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in ranges.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return ranges
+
+
+def test_fingerprint_follows_every_tensor(tiny_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model_dir("llama", tiny_root) / "config.json").read_bytes())
+    file = tmp_path / "model.safetensors"
+
+    def fingerprint(flipped: int | None = None) -> str:
+        one_large_tensor_among_small_ones(file, flipped=flipped)
+        return load_model_info(ModelSource(path=tmp_path, model_id="m"), dtype="float32").fingerprint
+
+    ranges = one_large_tensor_among_small_ones(file)
+    original = fingerprint()
+    assert fingerprint() == original
+    for start, end in ranges.values():
+        for position in (start, (start + end) // 2, end - 1):
+            assert fingerprint(position) != original, position
+    start, end = ranges["model.norm.weight"]
+    assert fingerprint(start + 200) != original, "a small tensor is read whole"
+
+
+@pytest.mark.parametrize("tensor_bytes", [0, 1, 64 << 10, (64 << 10) + 1, 16 << 20, (32 << 20) + 4096, (1 << 30) + 1])
+def test_samples_of_a_tensor(tensor_bytes: int) -> None:
+    samples = model_source._samples(tensor_bytes)
+    starts = [start for start, _ in samples]
+    assert starts[0] == 0
+    assert sum(samples[-1]) == tensor_bytes
+    assert all(later - earlier <= 16 << 20 for earlier, later in pairwise(starts))
+    assert any(start <= tensor_bytes / 2 <= start + num_bytes for start, num_bytes in samples)
+    assert sum(num_bytes for _, num_bytes in samples) <= max(64 << 10, 3 * 4096 + tensor_bytes // 1024)
+
+
+def test_field_of_the_config_tells_edited_weights_apart(tiny_root: Path, tmp_path: Path) -> None:
+    model_dir = tiny_model_dir("llama", tiny_root)
+    edited = with_config(model_dir, tmp_path / "edited", weights_revision=2)
+    plain = with_config(model_dir, tmp_path / "plain")
+    prints = {load_model_info(source, dtype="float32").fingerprint for source in (edited, plain)}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'],
+    ids=["empty", "no header", "no object", "no offsets"],
+)
+def test_broken_weights_are_named(content: bytes, tiny_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model_dir("llama", tiny_root) / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors has no readable safetensors header.*download it again"):
+        load_model_info(ModelSource(path=tmp_path, model_id="m"), dtype="float32")
 
 
 def test_end_tokens_come_from_the_generation_config_first(tiny_root: Path, tmp_path: Path) -> None:

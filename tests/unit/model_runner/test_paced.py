@@ -96,9 +96,10 @@ def test_what_a_step_waits_for_kv_comes_on_top_of_its_time(described: DescribedM
     waits_s = {0: 0.0, 1: 3.0, 2: 0.0, 3: 5.0}
     began: list[tuple[int, float]] = []
 
-    def wait(group_idx: int) -> None:
+    def wait(group_idx: int) -> tuple[()]:
         began.append((group_idx, clock.now()))
         clock.sleep(waits_s[group_idx])
+        return ()
 
     runner.forward([segment(0, 20, [3, 5])], token_ids_T=ids(20), before_layer_group=wait)
     step_s = PACE.time_s(StepShape.of_chunk(20, 0))
@@ -107,6 +108,15 @@ def test_what_a_step_waits_for_kv_comes_on_top_of_its_time(described: DescribedM
     expected = [0.0, quarter_s, 3 + 2 * quarter_s, 3 + 3 * quarter_s]
     assert [moment_s for _, moment_s in began] == pytest.approx(expected, abs=1e-3)
     assert clock.now() == pytest.approx(step_s + 8.0, abs=1e-3)
+
+
+def test_segment_whose_kv_is_late_writes_nothing_from_that_group_on(described: DescribedModel) -> None:
+    runner = paced(described, specs(1)[0])
+    segments = [segment(0, 20, [3, 5]), segment(16, 1, [1, 7]), segment(4, 1, [2])]
+    runner.forward(segments, token_ids_T=ids(22), before_layer_group=lambda group_idx: {1} if group_idx >= 2 else ())
+    for layer in range(NUM_LAYERS):
+        is_written = [bool(runner.kv.layer(layer)[page].any()) for page in (3, 5, 7, 2)]
+        assert is_written == [True, True, layer < 2 * LAYER_GROUP, True]
 
 
 def test_a_sleep_on_the_real_clock_is_never_short(described: DescribedModel) -> None:

@@ -267,17 +267,59 @@ def test_kv_that_arrives_before_its_layer_group_is_computed_is_early_enough(fami
         kv.fill_(float("nan"))
     arrived: list[int] = []
 
-    def arrive(group_idx: int) -> None:
+    def arrive(group_idx: int) -> tuple[()]:
         arrived.append(group_idx)
         for layer in (2 * group_idx, 2 * group_idx + 1):
             if layer in layers:
                 layers[layer].copy_(computed[layer])
+        return ()
 
     segment = Segment(start=len(PROMPT) - 1, num_tokens=1, pages=pages, wants_logits=True)
     out = stages[0].forward([segment], token_ids_T=torch.tensor(PROMPT[-1:]), before_layer_group=arrive)
     logits = stages[1].forward([segment], hidden_TD=out, before_layer_group=arrive)
     assert arrived == list(range(-(-len(layers) // 2)))
     assert_close(logits[0], reference_logits(model_dir, PROMPT)[-1])
+
+
+@pytest.mark.parametrize(
+    ("family", "how"), [("llama", "torch"), ("llama", "fused"), ("llama", "native"), ("deepseek_v2", "torch")]
+)
+@pytest.mark.parametrize("silent", [{0}, {1}, {2}, {0, 2}, {0, 1, 2, 3}])
+def test_segment_whose_kv_is_late_writes_nothing_from_that_group_on(
+    family: str, how: str, silent: set[int], tiny_root: Path, request: pytest.FixtureRequest
+) -> None:
+    """What other segments write and compute has the same bits as if nobody were late."""
+    if how == "native":
+        request.getfixturevalue("native")
+    model_dir = tiny_model_dir(family, tiny_root, **({"head_dim": 32} if family == "llama" else {}))
+    dtype, kernels = ("bfloat16", "native") if how == "native" else ("float32", "torch")
+    (stage,) = load_stages(model_dir, 1, layer_group=2, dtype=dtype, kernels=kernels)
+    stage._is_fused = how == "fused"
+    assert stage.attention == how
+    tables = [[5, 1, 8], [2, 7, 0], [9, 3, 4], [6, 10]]
+    spans = [(36, 1), (33, 9), (40, 1), (17, 1)]
+    for table, (start, _) in zip(tables, spans, strict=True):
+        prefill([stage], PROMPT[:start], table, chunk=40)
+    segments = [
+        Segment(start=start, num_tokens=count, pages=table, wants_logits=True)
+        for table, (start, count) in zip(tables, spans, strict=True)
+    ]
+    ids = torch.tensor(PROMPT[: sum(count for _, count in spans)])
+    before = kv_of([stage], range(11))
+    logits = stage.forward(segments, token_ids_T=ids)
+    after = kv_of([stage], range(11))
+    for layer in range(stage.spec.num_local_layers):
+        stage.kv.layer(layer)[:11] = before[layer]
+    late_group = 1
+    again = stage.forward(segments, token_ids_T=ids, before_layer_group=lambda idx: silent if idx >= late_group else ())
+    kv = kv_of([stage], range(11))
+    first_layer = stage._layout.group_layers(late_group)[0]
+    assert torch.equal(kv[:first_layer], after[:first_layer])
+    for idx, table in enumerate(tables):
+        expected = before if idx in silent else after
+        assert torch.equal(kv[first_layer:, table], expected[first_layer:, table]), f"segment {idx}"
+        assert not torch.equal(before[first_layer:, table], after[first_layer:, table])
+        assert idx in silent or torch.equal(again[idx], logits[idx])
 
 
 def _layers_of(stage: StageRunner) -> range:

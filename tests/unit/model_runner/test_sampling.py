@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model_runner.sampling import sample
+from moontide.errors import Internal
 from moontide.sampling_params import SamplingParams
 
 LOGITS_V = torch.tensor([2.0, -1.0, 0.5, 3.0, 3.0, -20.0, 1.0])
@@ -80,3 +81,26 @@ def test_logprobs_are_the_models_own() -> None:
     only_own = sample(LOGITS_V[None], [params(logprobs=0)], [0])[0]
     assert only_own.logprob == pytest.approx(float(expected[only_own.token_id]))
     assert only_own.top_logprobs == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("value", "what"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (float("-inf"), "infinite")]
+)
+def test_row_without_finite_logits_gives_an_error_and_the_others_their_tokens(
+    value: float, what: str, temperature: float
+) -> None:
+    logits = LOGITS_V.repeat(3, 1)
+    logits[1, 2 if value > 0 or what == "NaN" else slice(None)] = value
+    settings = params(temperature=temperature, seed=7)
+    drawn = sample(logits, [settings] * 3, [4, 5, 6])
+    assert isinstance(drawn[1], Internal)
+    assert f"{what} logits for token 5 of the answer" in str(drawn[1])
+    assert [drawn[0], drawn[2]] == sample(LOGITS_V.repeat(2, 1), [settings] * 2, [4, 6])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_are_ruled_out_are_not_drawn_and_harm_nobody(temperature: float) -> None:
+    logits = torch.full((1, 5), float("-inf"))
+    logits[0, 3] = 1.0
+    assert sample(logits, [params(temperature=temperature)], [0])[0].token_id == 3

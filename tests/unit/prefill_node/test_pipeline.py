@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvstore.node import NodeIdentity
 from kvstore.transfer.base import PutStatus
 from moontide.errors import Internal
-from moontide_proto.v1 import stage_pb2
+from moontide_proto.v1 import common_pb2, stage_pb2
 from prefill_node.metrics import StageMetrics
 from prefill_node.pipeline import StagePipeline, StageThreads
 from tests.fakes.clock import FakeClock
@@ -43,15 +43,24 @@ class FakeRunner:
         )
         self.gate = Gate()
         self.num_ended = 0
+        self.error: Exception | None = None
+        self.after_error: list[str] = []
+        self.logits: torch.Tensor | None = None
         self.outputs: list[weakref.ref[torch.Tensor]] = []
 
     def forward(self, segments: Any, *, on_layer_group: Callable[[int], None], **_: Any) -> torch.Tensor:
         self.gate.pass_through()
         on_layer_group(0)
-        output = torch.zeros(STEP_TOKENS, HIDDEN_SIZE)
+        if self.error is not None:
+            self.after_error.append("raised")
+            raise self.error
+        output = torch.zeros(STEP_TOKENS, HIDDEN_SIZE) if self.logits is None else self.logits
         self.outputs.append(weakref.ref(output.untyped_storage()))  # type: ignore[arg-type]
         self.num_ended += 1
         return output
+
+    def wait_idle(self) -> None:
+        self.after_error.append("waited")
 
 
 class FakeLink:
@@ -108,7 +117,7 @@ class World:
         self.num_put += len(objects)
         return [PutStatus.STORED_OR_OPEN] * len(objects)
 
-    def apply_step(self, *, is_last: bool = False) -> None:
+    def apply_step(self, *, is_last: bool = False, temperature: float = 0.0) -> None:
         self.num_steps += 1
         chunk = stage_pb2.Chunk(
             request_id="r",
@@ -119,6 +128,7 @@ class World:
             token_ids=bytes(4 * STEP_TOKENS),
             block_hashes=bytes([self.num_steps]) * 32,
             is_last=is_last,
+            sampling=common_pb2.SamplingParams(max_tokens=8, temperature=temperature, top_p=1.0),
         )
         self.pipeline.apply(
             stage_pb2.LogEntry(epoch=1, seq=self.num_steps, compute=stage_pb2.ComputeStep(chunks=[chunk]))
@@ -267,3 +277,29 @@ async def test_request_that_ends_before_its_puts_were_due_lets_go_of_its_pages()
         world.apply_end()
         await eventually(lambda: world.reported("end_done") == 1, "the end")
         assert world.num_put == 0
+
+
+async def test_forward_that_raises_leaves_an_idle_device_behind() -> None:
+    """Its pages are given to others as soon as the epoch has ended."""
+    async with running("first") as world:
+        world.runner.error = RuntimeError("out of memory")
+        world.apply_step()
+        await eventually(lambda: world.runner.after_error == ["raised", "waited"], "an idle device")
+        await world.pipeline.close(timeout_s=WAIT_S)
+        assert not world.done
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_nan_logits_are_the_end_of_one_prompt_and_of_no_epoch(temperature: float) -> None:
+    async with running("last") as world:
+        world.runner.logits = torch.tensor([[0.0, float("nan"), 1.0]])
+        world.apply_step(is_last=True, temperature=temperature)
+        world.link.arrived.put_nowait(1)
+        await eventually(lambda: len(world.done) == 1, "a forward")
+        (token,) = world.done[0].tokens
+        assert "NaN logits for token 0" in token.error
+        world.runner.logits = torch.tensor([[0.0, 1.0]])
+        world.apply_step(is_last=True)
+        world.link.arrived.put_nowait(2)
+        await eventually(lambda: len(world.done) == 2, "the next forward")
+        assert [(each.token_id, each.HasField("error")) for each in world.done[1].tokens] == [(1, False)]

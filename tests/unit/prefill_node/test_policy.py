@@ -94,6 +94,16 @@ def test_prompts_that_starve_go_before_those_of_their_tenant_and_of_nobody_else(
     assert names(line, "fcfs", now_s=30.0, starvation_s=30.0, shares=[B, A]) == ["b-fresh", "a-starved", "a-fresh"]
 
 
+def test_no_prompt_keeps_its_turn_where_the_other_order_meets_more_deadlines() -> None:
+    given = {"policy": "lars", "now_s": 0.0, "starvation_s": 30.0}
+    current = candidate("current", 0, work_left_s=5.0, deadline_s=60.0)
+    first = candidate("first", 1, work_left_s=5.1, deadline_s=6.0)
+    assert not keeps_turn(current, first, **given)
+    assert keeps_turn(current, replace(first, deadline_s=5.0), **given), "it is late in any order"
+    assert keeps_turn(current, replace(first, deadline_s=11.0), **given), "it is in time in any order"
+    assert keeps_turn(replace(current, deadline_s=5.5), first, **given), "one of the two is late in any order"
+
+
 def test_no_prompt_keeps_its_turn_against_another_tenant() -> None:
     current = candidate("current", 0, A, work_left_s=0.1)
     given = {"policy": "lars", "now_s": 0.0, "starvation_s": 30.0}

@@ -146,6 +146,26 @@ async def test_a_copy_that_fails_costs_nothing(model_dir: Path, monkeypatch: pyt
         assert copies(group) == {"failed": 1}
 
 
+async def test_a_store_process_that_is_lost_during_the_wait_for_a_copy_ends_the_prompt_retriable(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict_with(monkeypatch, SLOW)
+    async with two_hosts(model_dir) as (group, copier):
+        call = asyncio.create_task(group.prefill(PROMPT, "waits", copy_blocks=NUM_BLOCKS))
+        await eventually(lambda: coordinator_of(group).num_running == 1, "a prompt with pages")
+        with monkeypatch.context() as lost:
+            lost.setattr(group.node, "reserve", store_is_lost)
+            copier.may_go.set()
+            with pytest.raises(NodeLost, match="store process"):
+                await call
+        await group.until_idle()
+        assert coordinator_of(group).num_reservations == 0
+
+
+async def store_is_lost(**_: object) -> None:
+    raise NodeLost("the store process does not answer")
+
+
 async def test_without_measured_times_nothing_is_copied(model_dir: Path) -> None:
     async with two_hosts(model_dir) as (group, copier):
         assert_right(model_dir, await group.prefill(PROMPT, copy_blocks=NUM_BLOCKS), hit_blocks=0)

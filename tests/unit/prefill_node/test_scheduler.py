@@ -27,6 +27,7 @@ class Line(Scheduler):
     """A scheduler that is told little: what is not said is as good as absent."""
 
     turns: Turns
+    planner: ChunkPlanner
     num_preemptions = 0
     num_starved = 0
 
@@ -66,10 +67,11 @@ def make_scheduler(
     policy: str = "fcfs",
     stages: Sequence[StepModel] = (),
     starvation_s: float = 1e9,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Line:
     planner = ChunkPlanner(
         chunking="equal-time" if stages else "fixed",
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=chunk_tokens,
         block_tokens=BLOCK_TOKENS,
         max_step_s=1.0,
         stages=stages,
@@ -83,7 +85,7 @@ def make_scheduler(
         on_preempted=lambda: line.count_preempted(),
         on_starved=lambda: line.count_starved(),
     )
-    line.turns = turns
+    line.turns, line.planner = turns, planner
     return line
 
 
@@ -199,6 +201,27 @@ def test_prompts_of_one_length_do_not_take_turns_under_lars() -> None:
     assert num_chunks > 3
     assert order_of_service[: 2 * num_chunks] == ["a"] * num_chunks + ["b"] * num_chunks
     assert scheduler.num_preemptions == 0
+
+
+def test_a_short_prompt_in_between_does_not_change_whose_turn_it_is_among_long_ones() -> None:
+    scheduler = make_scheduler(policy="lars", stages=[STAGE, STAGE])
+    for order, key in enumerate((A, B)):
+        scheduler.add(key, order=order, num_tokens=640, cursor=0, deadline_s=10.0)
+    assert served(scheduler, 2, now_s=1.0) == ["a", "a"]
+    scheduler.add(C, order=2, num_tokens=16, cursor=0, deadline_s=1.0)
+    assert served(scheduler, 4, now_s=1.5) == ["c", "a", "a", "a"]
+    assert scheduler.num_preemptions == 1
+
+
+def test_chunks_of_a_queued_prompt_follow_the_measured_times() -> None:
+    """900 tokens below the knee are one step; planned for stages 2 % faster they would be seven that pay for it each."""
+    knee = StepModel(overhead_s=0.005, token_s=1e-5, pair_s=5e-10, knee_tokens=1024)
+    slower = StepModel(overhead_s=0.0051, token_s=1.02e-5, pair_s=5.1e-10, knee_tokens=1024)
+    scheduler = make_scheduler(stages=[knee, knee], chunk_tokens=2048)
+    scheduler.add(A, order=0, num_tokens=900, cursor=0)
+    scheduler.planner.set_stages([slower, slower])
+    scheduler.replan()
+    assert scheduler.next_micro_batch(in_flight_steps=0) == [chunk(A, 0, 900, is_last=True)]
 
 
 def test_deadlines_decide_under_edf() -> None:

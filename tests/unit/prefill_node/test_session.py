@@ -72,6 +72,32 @@ async def test_pages_of_the_longer_prompt_go_to_the_shorter_one_and_it_goes_on_f
     assert world.session.pages.num_free == 20
 
 
+async def test_pages_go_to_a_prompt_that_became_the_first_in_line_while_it_waited() -> None:
+    world = World(num_pages=20, policy="lars", model=MODEL)
+    long = world.prompt("long", 80)
+    world.session.compute(long, cursor=0)
+    short = world.waiting("short", 20)
+    chosen: list[Prompt | None] = []
+    world.session.on_pages_changed = lambda: chosen.append(world.session.choose([short]))
+    assert world.session.choose([short]) is None
+    assert not long.is_dropping, "its slack, relative to its work, is less than that of the short one"
+    while not long.dropped.is_set():
+        world.step()
+    assert chosen[-1] is short
+    assert 0 < long.put_tokens < long.num_tokens
+
+
+async def test_pages_of_a_prompt_that_just_has_its_prefix_are_asked_for_again() -> None:
+    world = World(num_pages=20, model=MODEL)
+    long = world.prompt("long", 64)
+    short = world.waiting("short", 32)
+    world.session.on_pages_changed = lambda: world.session.choose([short])
+    assert world.session.choose([short]) is None
+    assert not long.is_dropping, "nothing of it can be scheduled yet, so nothing is preempted"
+    world.session.compute(long, cursor=0)
+    assert long.is_dropping
+
+
 async def test_pages_are_not_taken_for_a_prompt_that_does_not_go_first() -> None:
     world = World(num_pages=20, model=MODEL)
     short = world.prompt("short", 40)
