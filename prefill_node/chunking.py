@@ -51,11 +51,10 @@ class ChunkPlanner:
         """The stages were measured anew."""
         self._stages = tuple(stages)
 
-    def step_s(self, first_token: int, num_tokens: int) -> float:
-        """Time that each chunk of a prompt shall take on the slowest stage, when tokens [first_token, num_tokens) are to be
-        computed; infinite for chunks of fixed size."""
+    def num_chunks(self, first_token: int, num_tokens: int) -> int:
+        """Chunks of tokens [first_token, num_tokens) of a prompt that make its makespan shortest; 0 for chunks of fixed size."""
         if self._is_fixed or not self._stages:
-            return math.inf
+            return 0
         tokens = num_tokens - first_token
         shape = StepShape.of_chunk(tokens, first_token)
         best = best_num_chunks(
@@ -63,7 +62,15 @@ class ChunkPlanner:
             work_s=sum(stage.work_s(shape) for stage in self._stages),
             overhead_s=max(stage.overhead_s for stage in self._stages),
         )
-        mean = _mean_chunk(shape, max(1, round(min(best, tokens / self._block_tokens))))
+        return max(1, round(min(best, tokens / self._block_tokens)))
+
+    def step_s(self, first_token: int, num_tokens: int, *, num_chunks: int = 0) -> float:
+        """Time that each chunk of a prompt shall take on the slowest stage, when tokens [first_token, num_tokens) are to be
+        computed, in so many chunks or, by default, in the best number; infinite for chunks of fixed size."""
+        num_chunks = num_chunks or self.num_chunks(first_token, num_tokens)
+        if not num_chunks:
+            return math.inf
+        mean = _mean_chunk(StepShape.of_chunk(num_tokens - first_token, first_token), num_chunks)
         slowest = max(self._stages, key=lambda stage: stage.time_s(mean))
         step_s = slowest.time_s(mean)
         if step_s > 0 and slowest.tokens_within(step_s, num_tokens) < slowest.knee_tokens:

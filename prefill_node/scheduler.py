@@ -41,6 +41,7 @@ class _Queued:
     first_token: int
     cursor: int
     num_tokens: int
+    num_chunks: int
     step_s: float
     """Planned time of each of its chunks."""
     work_s: float
@@ -108,13 +109,15 @@ class Scheduler:
     ) -> None:
         """Queue a prompt whose first `cursor` tokens are in the pages. `order` is its place in the line of arrivals."""
         assert 0 <= cursor < num_tokens, f"cursor {cursor} of {num_tokens} tokens: the last one is always computed"
-        step_s = self._planner.step_s(cursor, num_tokens)
+        num_chunks = self._planner.num_chunks(cursor, num_tokens)
+        step_s = self._planner.step_s(cursor, num_tokens, num_chunks=num_chunks)
         self._queue[key] = _Queued(
             key=key,
             order=order,
             first_token=cursor,
             cursor=cursor,
             num_tokens=num_tokens,
+            num_chunks=num_chunks,
             step_s=step_s,
             work_s=self._planner.remaining_s(cursor, num_tokens, step_s),
             deadline_s=deadline_s,
@@ -128,9 +131,10 @@ class Scheduler:
             self._started.remove(key)
 
     def replan(self) -> None:
-        """The stages were measured anew."""
+        """The stages were measured anew. Prompts keep their number of chunks, which hangs on the overhead of a step: chunks of equal
+        time hardly tell it from the rest."""
         for queued in self._queue.values():
-            queued.step_s = self._planner.step_s(queued.first_token, queued.num_tokens)
+            queued.step_s = self._planner.step_s(queued.first_token, queued.num_tokens, num_chunks=queued.num_chunks)
 
     def next_micro_batch(self, *, in_flight_steps: int, now_s: float) -> Sequence[PlannedChunk]:
         """The next micro-batch, empty when the pipeline is full or nobody may go on. Moves the cursors.

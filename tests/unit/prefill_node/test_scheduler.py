@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -222,6 +223,19 @@ def test_chunks_of_a_queued_prompt_follow_the_measured_times() -> None:
     scheduler.planner.set_stages([slower, slower])
     scheduler.replan()
     assert scheduler.next_micro_batch(in_flight_steps=0) == [chunk(A, 0, 900, is_last=True)]
+
+
+def test_a_queued_prompt_keeps_its_number_of_chunks() -> None:
+    scheduler = make_scheduler(stages=[STAGE, STAGE])
+    scheduler.add(A, order=0, num_tokens=640, cursor=0)
+    num_chunks = served(scheduler, 100).count("a")
+    costly = replace(STAGE, overhead_s=9 * STAGE.overhead_s)
+    scheduler.add(B, order=1, num_tokens=640, cursor=0)
+    scheduler.planner.set_stages([costly, costly])
+    scheduler.replan()
+    assert abs(served(scheduler, 100).count("b") - num_chunks) <= 1
+    scheduler.add(C, order=2, num_tokens=640, cursor=0)
+    assert served(scheduler, 100).count("c") < num_chunks - 1, "a new one is planned anew"
 
 
 def test_deadlines_decide_under_edf() -> None:
