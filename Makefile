@@ -29,13 +29,19 @@ up: install      ## keep a cluster in the foreground: make up ARGS="--stages 2"
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 QUICK   := not slow and not gpu and not rdma
 
-test: install    ## all tests but the slow ones: first those that share the cores, then those of real processes
-	$(PYTEST) -n 2 -m "not processes and $(QUICK)" $(ARGS)
-	$(PYTEST) --durations=15 -m "processes and $(QUICK)" $(ARGS)
+# First those that share the cores, then those of real processes. Of those that ARGS selects, one part may have none (exit code 5).
+define in-two-parts
+$(PYTEST) -n 2 -m "not processes $(1)" $(ARGS); shared=$$?; \
+[ $$shared = 0 ] || [ $$shared = $(if $(ARGS),5,0) ] || exit $$shared; \
+$(PYTEST) --durations=15 -m "processes $(1)" $(ARGS); alone=$$?; \
+[ $$shared = 0 ] && [ $$alone = $(if $(ARGS),5,0) ] || exit $$alone
+endef
+
+test: install    ## all tests but the slow ones; ARGS=tests/unit: some of them
+	$(call in-two-parts,and $(QUICK))
 
 test-all: install ## all tests, the slow ones too
-	$(PYTEST) -n 2 -m "not processes" $(ARGS)
-	$(PYTEST) --durations=15 -m processes $(ARGS)
+	$(call in-two-parts,)
 
 check: install   ## format, lint and strict type check
 	$(BIN)/ruff format --check .
@@ -46,7 +52,8 @@ check-deploy: deploy-tools ## chart, rules, dashboards, images, and alerts under
 	@$(BIN)/python -m deploy.check $(ARGS)
 
 rules: install   ## regenerate deploy/prometheus/rules.yaml
-	$(BIN)/python -m deploy.prometheus.rules > deploy/prometheus/rules.yaml
+	$(BIN)/python -m deploy.prometheus.rules > deploy/prometheus/rules.yaml.new
+	mv deploy/prometheus/rules.yaml.new deploy/prometheus/rules.yaml
 
 dashboards: deploy-tools ## regenerate the JSON of deploy/grafana
 	$(BIN)/python -m deploy.grafana.build
@@ -85,7 +92,7 @@ system-libs:
 	fi
 
 venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  rm -rf $(VENV); echo "run this, then make again:  apt-get install -y python3-venv   (as root, or with sudo)"; exit 1; }

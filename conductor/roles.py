@@ -183,8 +183,7 @@ class RoleManager:
                 self._switches.labels(role, outcome)
 
     def start(self) -> None:
-        if self._mode != "off":
-            self._task = asyncio.create_task(self._run(), name="roles")
+        self._task = asyncio.create_task(self._run(), name="roles")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -224,6 +223,8 @@ class RoleManager:
         pools = pool_loads(records, **self._slos)
         for name, pool in pools.items():
             self._load.labels(name).set(pool.load)
+        if self._mode == "off":
+            return
         if (role := self._controller.propose(pools, self._clock.now())) is None:
             return
         node_ids = choose_nodes(records, role, **self._slos)

@@ -34,17 +34,22 @@ class PortPicker:
 
 
 def is_free(port: int) -> bool:
+    return _why_not(port) is None
+
+
+def _why_not(port: int) -> str | None:
+    """Why nobody can listen there now."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((HOST, port))
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return error.strerror
+        return None
 
 
 def check_fixed_ports(config: ClusterConfig) -> None:
     """Raises: ConfigError naming the option when a port that the user chose is taken."""
     for option, port in fixed_ports(config):
-        if not is_free(port):
-            raise ConfigError(f"{option}: port {port} on {HOST} is in use; choose another one, or 0 for a free one")
+        if reason := _why_not(port):
+            raise ConfigError(f"{option}: port {port} on {HOST}: {reason}; choose another one, or 0 for a free one")

@@ -22,7 +22,7 @@ def session_members(session_ids: Iterable[int]) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            stat = (entry / "stat").read_text()
+            stat = (entry / "stat").read_text(errors="replace")  # a name is any bytes
         except OSError:
             continue
         # The name in parentheses may hold spaces; what follows is: state, parent, process group, session.

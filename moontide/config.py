@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -199,9 +200,25 @@ class RegistryConfig:
             raise ConfigError(
                 f"registry.url={without_password(self.url)!r} is no Redis address; write redis://host:port/0"
             )
+        self._check_place()
+        if self.heartbeat_s <= 0:
+            raise ConfigError(f"registry.heartbeat_s={self.heartbeat_s} must be above 0")
         if self.lease_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"registry.lease_s={self.lease_s} must be at least twice registry.heartbeat_s={self.heartbeat_s}"
+            )
+
+    def _check_place(self) -> None:
+        """The client would take a database that is no number for 0, and name a part of the password in its error for a port."""
+        parts = urlsplit(self.url)
+        try:
+            is_right = parts.scheme == "unix" or (parts.port != 0 and re.fullmatch(r"(/\d*)?", parts.path) is not None)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ConfigError(
+                f"registry.url={without_password(self.url)!r} has no port or database that is a number; write "
+                "redis://host:port/0, and percent-encode what a password has of / ? # @ and :"
             )
 
 

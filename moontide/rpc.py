@@ -163,7 +163,7 @@ class Server:
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: the port is in use; choose another gRPC port"
+                f"cannot listen on {host}:{port}: the port is in use, or {host} is no address of this host; choose another"
             ) from error
         await self.set_serving(False)
         await self._server.start()

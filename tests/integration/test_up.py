@@ -130,7 +130,7 @@ def test_kill_leaves_nothing_the_next_up_works_on_the_same_ports_and_a_second_in
             check=False,
         )
         assert second.returncode == 2
-        assert f"--http-port: port {ports[1]} on 127.0.0.1 is in use" in second.stderr
+        assert f"--http-port: port {ports[1]} on 127.0.0.1: Address already in use" in second.stderr
         assert "Traceback" not in second.stderr
 
         sessions, run_dir = up.sessions(), up.run_dir

@@ -263,3 +263,16 @@ async def test_one_conductor_acts_on_a_proposal_if_it_may(
         await rig.manager.close()
         assert rig.switch.leaving.is_set() == acts
         assert rig.count("conductor_role_load") == 10.0
+
+
+async def test_the_load_of_each_role_is_known_also_where_nobody_acts_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KEDA scales by it."""
+    monkeypatch.setattr(roles, "HOLD_S", 0.0)
+    monkeypatch.setattr(roles, "PERIOD_S", 0.01)
+    async with managed("off") as rig:
+        rig.manager.start()
+        async with asyncio.timeout(5.0):
+            while not rig.count("conductor_role_load"):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert rig.count("conductor_role_proposals_total") == 0

@@ -47,6 +47,19 @@ def test_killed_process_starts_again_and_its_children_go_with_it(launcher: Proce
     assert launcher.exits() == [Exit("a", -signal.SIGKILL)]
 
 
+def test_processes_with_any_name_are_seen(launcher: ProcessLauncher, tmp_path: Path) -> None:
+    """The system cuts a name after 15 bytes, in the middle of a character if need be."""
+    code = r"from pathlib import Path; Path('/proc/self/comm').write_bytes(7 * b'\xd0\xbe' + b'\xd0'); " + PARENT_OF_TWO
+    launcher.start(python("a", code, tmp_path))
+    wait_for(lambda: "up" in log_of(tmp_path, "a"), "it has its name", TIMEOUT_S)
+    assert len(session_members([running_pid(launcher, "a")])) == 2
+
+
+def log_of(tmp_path: Path, name: str) -> str:
+    log = tmp_path / f"{name}.log"
+    return log.read_text() if log.exists() else ""
+
+
 def test_log_is_appended_over_restarts_and_environment_arrives(launcher: ProcessLauncher, tmp_path: Path) -> None:
     launcher.start(python("a", "import os; print(os.environ['WORD'], flush=True)", tmp_path, WORD="hello"))
     wait_for(lambda: (tmp_path / "a.log").read_text().count("hello") >= 2, "two starts are logged", TIMEOUT_S)

@@ -75,5 +75,5 @@ def test_picked_ports_are_free_different_and_below_the_ephemeral_range() -> None
 
 def test_port_in_use_is_named_with_its_option(taken_port: int) -> None:
     config = load_cluster_config(overrides=[f"deploy.http_port={taken_port}", "deploy.grpc_port=0"])
-    with pytest.raises(ConfigError, match=rf"--http-port: port {taken_port} on 127.0.0.1 is in use"):
+    with pytest.raises(ConfigError, match=rf"--http-port: port {taken_port} on 127.0.0.1: Address already in use"):
         check_fixed_ports(config)

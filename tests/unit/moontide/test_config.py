@@ -121,6 +121,8 @@ def test_node_and_registry_refuse_what_cannot_work() -> None:
         RegistryConfig(url="localhost:6379")
     with pytest.raises(ConfigError, match="twice"):
         RegistryConfig(url="redis://h:1/0", heartbeat_s=2.0, lease_s=3.0)
+    with pytest.raises(ConfigError, match="heartbeat_s=0.0 must be above 0"):
+        RegistryConfig(url="redis://h:1/0", heartbeat_s=0.0, lease_s=0.0)
 
 
 def test_commands_take_their_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ class ServiceConfig:
         ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
         ("rediss://user:secret@redis.llm.svc:6379/0", "rediss://user:***@redis.llm.svc:6379/0"),
         ("redis://:secret@redis:6379", "redis://:***@redis:6379"),
-        ("redis://:se/c:ret@secret@redis:6379", "redis://:***@redis:6379"),
+        ("redis://:c:ret@secret@redis:6379", "redis://:***@redis:6379"),
         ("unix:///run/redis.sock?db=1&password=secret", "unix:///run/redis.sock?db=1&password=***"),
     ],
 )
@@ -156,6 +158,14 @@ def test_a_password_is_in_no_config_that_is_shown(url: str, shown: str, capsys: 
     assert shown in printed
     assert "secret" not in printed
     assert config.registry.url == url
+
+
+@pytest.mark.parametrize("url", ["redis://h:port/0", "redis://h:70000/0", "redis://h:1/two", "redis://:secr/et@h:1/0"])
+def test_a_registry_address_without_a_number_for_port_and_database_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="percent-encode") as refused:
+        RegistryConfig(url=url)
+    assert "secr" not in str(refused.value)
+    assert refused.value.__cause__ is None
 
 
 def test_a_password_is_not_in_the_error_about_its_address() -> None:
