@@ -257,6 +257,9 @@ class Attempt:
                 error = NodeLost(f"prefill group {record.node_id} ended the call before the prompt was done")
                 self._deliver(AttemptFailed(error, node_id=record.node_id))
         except grpc.aio.AioRpcError as rpc_error:
+            if is_complete:
+                log.info("prefill group lost after its part was done", request_id=spec.request_id, node=record.node_id)
+                return
             self._deliver(AttemptFailed(_prefill_error(rpc_error, record.node_id), node_id=record.node_id))
         except asyncio.CancelledError:
             if not (is_complete or self._is_closed):

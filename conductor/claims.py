@@ -111,7 +111,7 @@ class ClaimBook:
 
 def attach_token(key: str, tenant: str) -> bytes:
     """The right to read an answer: whoever has the idempotency key can make it, whoever reads Redis cannot."""
-    return hmac.digest(key.encode(), b"attach " + tenant.encode(), "sha256")
+    return hmac.digest(_key_bytes(key), b"attach " + tenant.encode(), "sha256")
 
 
 def claim_name(token: bytes) -> ClaimName:
@@ -123,7 +123,7 @@ def fingerprint(key: str, prompt: Prompt, params: GenerateParams) -> str:
 
     Defaults are left out, so that a conductor that knows more parameters comes to the same.
     """
-    digest = hmac.new(key.encode(), digestmod="sha256")
+    digest = hmac.new(_key_bytes(key), digestmod="sha256")
     if isinstance(prompt, TokenPrompt):
         digest.update(b"tokens " + prompt.token_ids.astype("<u4").tobytes())
     else:
@@ -135,3 +135,8 @@ def fingerprint(key: str, prompt: Prompt, params: GenerateParams) -> str:
     }
     digest.update(json.dumps(asked, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _key_bytes(key: str) -> bytes:
+    """What the client sent: in a header any bytes, which aiohttp decodes so."""
+    return key.encode(errors="surrogateescape")

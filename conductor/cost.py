@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -157,6 +158,13 @@ class CostModel:
             self._compare(placed.prefill_node_id, "handoff", predicted.handoff_s / used.handoff, outcome.handoff_s)
         if outcome.tbt_s is not None:
             self._compare(placed.decode_node_id, "tbt", predicted.tbt_s / used.tbt, outcome.tbt_s)
+
+    def keep_only(self, node_ids: Set[str]) -> None:
+        """Forget the nodes that are gone."""
+        for node_id, part in [key for key in self._ratios if key[0] not in node_ids]:
+            del self._ratios[node_id, part]
+        for node_id in self._prefills.keys() - node_ids:
+            del self._prefills[node_id]
 
     def _learn_ttft(self, placed: Placed, took_s: float, fetched_s: float) -> None:
         """`took_s`: all but the fetch."""

@@ -82,8 +82,7 @@ class DecodeSession:
         try:
             connection = await GrpcConnection.open(self.record.address, self._tls)
             self._stream = connection.call(METHOD, on_message=self._on_message, on_end=self._on_end)
-            for command in self._unsent:
-                self.send(command)
+            self._send_unsent()
             await self._ended.wait()
         except OSError as error:
             reason = str(error) or "it does not answer"
@@ -91,6 +90,11 @@ class DecodeSession:
             self._lose(reason)
             if connection is not None:
                 connection.close()
+
+    def _send_unsent(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for command in unsent:
+            self.send(command)
 
     def _on_message(self, data: bytes) -> None:
         for event in decode_pb2.DecodeEvents.FromString(data).events:
@@ -106,6 +110,7 @@ class DecodeSession:
             self._broken = f"decode instance {self.record.node_id} is lost: {reason}"
             log.info("decode session over", node=self.record.node_id, reason=reason, requests=len(self._receivers))
         self._stream = None
+        self._unsent = []
         receivers, self._receivers = self._receivers, {}
         for deliver in receivers.values():
             deliver(AttemptFailed(NodeLost(self._broken), node_id=self.record.node_id))
@@ -123,7 +128,8 @@ class DecodeSessions:
         session = self._sessions.get(record.node_id)
         if session is None or session.is_broken or session.record.boot_id != record.boot_id:
             session = DecodeSession(record, self._tls)
-            replaced = self._sessions.get(record.node_id)
+            replaced = self._sessions.pop(record.node_id, None)
+            self._sessions = {node_id: each for node_id, each in self._sessions.items() if not each.is_broken}
             self._sessions[record.node_id] = session
             if replaced is not None:
                 replaced.abandon()

@@ -80,7 +80,8 @@ class FairQueue:
         """
         Args:
             release_queue_s: how much work each group gets ahead.
-            room_s: predicted seconds of work until each prefill group has so much ahead as it may; infinite while that is not known.
+            room_s: predicted seconds of work until each prefill group has so much ahead as it may; 0 while there is none; infinite while
+                nothing is predicted.
             num_groups: prefill groups that share the work.
         """
         self._room_s = room_s
@@ -134,10 +135,12 @@ class FairQueue:
         return min(1.0, before_s / ahead.total_s)
 
     @asynccontextmanager
-    async def turn(self, tenant: Tenant, *, priority: int, work_s: float, deadline: Deadline) -> AsyncIterator[None]:
+    async def turn(
+        self, tenant: Tenant, *, priority: int, work_s: float, deadline: Deadline, has_begun: bool = False
+    ) -> AsyncIterator[None]:
         """Wait for the request's turn. The body dispatches it, so that `room_s` counts its work from then on; it waits for nothing.
 
-        Raises: Rejected beyond the tenant's `max_queued_s`; DeadlineExceeded.
+        Raises: Rejected beyond the tenant's `max_queued_s`, unless the client has a part of the answer; DeadlineExceeded.
         """
         share = tenant.share(priority)
         if not self._queues and self._has_room():
@@ -146,7 +149,9 @@ class FairQueue:
         elif self._is_within_share(share):
             self._leave(share, work_s)
         else:
-            await self._wait(tenant, share, work_s, deadline)
+            if not has_begun:
+                self._check_limit(tenant, share)
+            await self._wait(share, work_s, deadline)
         try:
             yield
         finally:
@@ -161,9 +166,8 @@ class FairQueue:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _wait(self, tenant: Tenant, share: Share, work_s: float, deadline: Deadline) -> None:
+    async def _wait(self, share: Share, work_s: float, deadline: Deadline) -> None:
         """Afterwards the work is leaving."""
-        self._check_limit(tenant, share)
         waiting = _Waiting(share=share, work_s=work_s, released=asyncio.get_running_loop().create_future())
         self._queues.setdefault(share.key, deque()).append(waiting)
         self._look_again()
@@ -228,7 +232,7 @@ class FairQueue:
 
     def _is_within_share(self, share: Share) -> bool:
         """Whether the claim, which has nothing that waits, has got less ahead than is due to it beside those of its class that wait."""
-        if any(key == share.key or key[0] > share.priority for key in self._queues):
+        if not self._num_groups() or any(key == share.key or key[0] > share.priority for key in self._queues):
             return False
         rivals = sum(queue[0].share.weight for key, queue in self._queues.items() if key[0] == share.priority)
         due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals)

@@ -111,7 +111,7 @@ class Answers:
         tls: Tls | None = None,
     ) -> None:
         self.num_readers = 0
-        """Clients, and other conductors for theirs, that read an answer of this process."""
+        """Clients that read an answer here, wherever it is made, and other conductors that read one for theirs."""
         self._tls = tls
         settings = config.conductor
         self._node_id = config.node.node_id
@@ -149,13 +149,18 @@ class Answers:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._book.close()
 
-    async def generate(
+    def generate(
         self, submission: Submission, *, key: str, tenant: str, make: Make
     ) -> AsyncGenerator[OutputDelta, None]:
         """The answer to a request with a key, from its start.
 
         Raises: MoontideError; KeyReused when the key came with another request of this tenant before.
         """
+        return self._counted(self._generate(submission, key, tenant, make))
+
+    async def _generate(
+        self, submission: Submission, key: str, tenant: str, make: Make
+    ) -> AsyncGenerator[OutputDelta, None]:
         asked = self._ask(submission, key, tenant)
         received: list[OutputDelta] = []
         lost: Claim | None = None
@@ -188,7 +193,16 @@ class Answers:
         kept = self._kept.get(claim_name(token))
         if kept is None:
             return None
-        return self._read(kept, position, Deadline.after(self._default_timeout_s, self._clock))
+        return self._counted(self._read(kept, position, Deadline.after(self._default_timeout_s, self._clock)))
+
+    async def _counted(self, deltas: AsyncGenerator[OutputDelta, None]) -> AsyncGenerator[OutputDelta, None]:
+        self.num_readers += 1
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.num_readers -= 1
 
     def check_invariants(self) -> None:
         """Only answers that are complete, or that somebody makes, are kept."""
@@ -278,7 +292,8 @@ class Answers:
 
     def _begin(self, asked: _Asked, claim: Claim, received: Sequence[OutputDelta], make: Make) -> _Kept:
         submission = asked.submission
-        params = dataclasses.replace(submission.params, seed=claim.seed)
+        # Whoever asked first may have less time than those who join; each reader keeps its own deadline.
+        params = dataclasses.replace(submission.params, seed=claim.seed, timeout_s=None)
         kept = _Kept(name=asked.name, claim=claim, recording=Recording(received))
         deltas = make(dataclasses.replace(submission, params=params), kept.recording.tokens)
         self._kept[asked.name] = kept
@@ -315,13 +330,11 @@ class Answers:
         if kept.leaving is not None:
             kept.leaving.cancel()
             kept.leaving = None
-        self.num_readers += 1
         try:
             async with aclosing(kept.recording.read(position, deadline)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
-            self.num_readers -= 1
             if kept.recording.num_readers == 0 and kept.over_s is None:
                 kept.leaving = asyncio.get_running_loop().call_later(self._unread_s, self._abandon, kept)
 
@@ -346,13 +359,12 @@ class Answers:
             look_s=self._heartbeat_s,
             tls=self._tls,
         )
-        is_complete = False
         async with aclosing(deltas):
             async for delta in deltas:
-                is_complete = delta.finish_reason is not None
                 yield delta
-        if not is_complete:
-            raise PeerLost(f"conductor {claim.node_id} ended the stream before the answer was complete")
+                if delta.finish_reason is not None:
+                    return
+        raise PeerLost(f"conductor {claim.node_id} ended the stream before the answer was complete")
 
     def _count(self, how: str, asked: _Asked, claim: Claim) -> None:
         self._metrics.requests.labels(how).inc()

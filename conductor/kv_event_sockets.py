@@ -17,7 +17,7 @@ import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
-from conductor.kv_event_formats import ForeignHolder, UnreadableEvents, pack_batch, parse_batch, standard_event
+from conductor.kv_event_formats import ForeignHolder, pack_batch, parse_batch, standard_event
 from conductor.prefix_index import PrefixIndex
 from kvstore.block import BlockHash
 from kvstore.index import KvEntry, Stored, split_hashes
@@ -80,15 +80,16 @@ class ForeignEvents:
                 try:
                     _, number_bytes, payload = frames
                     number, events = int.from_bytes(number_bytes, "big"), parse_batch(payload)
-                except (ValueError, UnreadableEvents) as error:
-                    log.warning("unreadable kv events left out", source=endpoint.instance_id, error=str(error))
+                    if last_number is not None and number != last_number + 1:
+                        log.warning("kv events lost", source=endpoint.instance_id, after=last_number, next=number)
+                        holder.clear()
+                    for event in events:
+                        holder.apply(event)
+                except Exception as error:
+                    # Whatever a foreign process sends, the next batch is read; its number then tells that this one is missing.
+                    log.warning("unreadable kv events left out", source=endpoint.instance_id, error=repr(error))
                     continue
-                if last_number is not None and number != last_number + 1:
-                    log.warning("kv events lost", source=endpoint.instance_id, after=last_number, next=number)
-                    holder.clear()
                 last_number = number
-                for event in events:
-                    holder.apply(event)
 
 
 class KnownTokens:

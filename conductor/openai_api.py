@@ -41,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499
 """What proxies log when a client hangs up."""
 LEAVE_POLL_S = 0.05
 CLIENT_STALL_S = 60.0
-"""A client that reads nothing of its stream for so long is dropped, and its request with it."""
+"""A client that sends nothing of its body, or reads nothing of its stream, for so long is dropped, and its request with it."""
 
 Number = TypeVar("Number", int, float)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -113,9 +113,10 @@ class OpenAiApi:
             response.force_close()
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
-        arrival_s = self._conductor.clock.now()
         tenant = self._tenant(http)
-        body = await parse_completion(await http.read())
+        text = await _body(http)
+        arrival_s = self._conductor.clock.now()
+        body = await parse_completion(text)
         self._check_model(body)
         params = body.params(max_tokens=body.max_tokens, logprobs=body.logprobs)
         submission = _submission(http, tenant, completion_prompt(body.prompt), params, arrival_s)
@@ -123,9 +124,10 @@ class OpenAiApi:
         return await self._answer(http, body, submission, shape)
 
     async def _chat_completions(self, http: web.Request) -> web.StreamResponse:
-        arrival_s = self._conductor.clock.now()
         tenant = self._tenant(http)
-        body = parse(ChatBody, await http.read())
+        text = await _body(http)
+        arrival_s = self._conductor.clock.now()
+        body = parse(ChatBody, text)
         self._check_model(body)
         if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -296,6 +298,22 @@ class _EventStream:
             log.info("client dropped: it read nothing", seconds=CLIENT_STALL_S, path=self._http.path)
             self._http.transport.abort()
         self._watcher = self._loop.call_later(CLIENT_STALL_S / 2, self._watch)
+
+
+async def _body(http: web.Request) -> bytes:
+    """Raises: HTTPRequestTimeout when the client stalls; HTTPRequestEntityTooLarge."""
+    loop = asyncio.get_running_loop()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(CLIENT_STALL_S) as stall:
+            async for chunk in http.content.iter_any():
+                body += chunk
+                if len(body) > http.client_max_size:
+                    raise web.HTTPRequestEntityTooLarge(http.client_max_size, len(body))
+                stall.reschedule(loop.time() + CLIENT_STALL_S)
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"nothing more of the body came for {CLIENT_STALL_S} s") from error
+    return bytes(body)
 
 
 def _submission(

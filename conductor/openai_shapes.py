@@ -41,8 +41,10 @@ class CompletionShape:
         name = self._tokenizer.token_text
         top = []
         for out in tokens:
-            alternatives = {name(token_id): logprob for token_id, logprob in out.token.top_logprobs}
-            alternatives.setdefault(name(out.token.token_id), out.token.logprob or 0.0)
+            # Tokens of equal text (parts of a character) have one place: the sampled one's, then the likeliest one's.
+            alternatives = {name(out.token.token_id): out.token.logprob or 0.0}
+            for token_id, logprob in out.token.top_logprobs:
+                alternatives.setdefault(name(token_id), logprob)
             top.append(alternatives)
         return {
             "tokens": [name(out.token.token_id) for out in tokens],

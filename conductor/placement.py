@@ -65,6 +65,7 @@ class Placement:
             self._seen = seen
             could_serve = isinstance(self._view, ClusterView)
             self._view = self._build(failed)
+            self.cost.keep_only({node.record.node_id for node in self._registry.nodes})
             if isinstance(self._view, ClusterView):
                 self._layout = self._view.layout_json
             elif could_serve:
@@ -105,9 +106,13 @@ class Placement:
             self._work.decode_left(sent)
 
     def room_s(self) -> float:
-        """Predicted seconds of work that the prefill groups take now beyond what they have ahead; infinite while that is not known."""
+        """Predicted seconds of work that the prefill groups take now beyond what they have ahead; 0 while there are none, and
+        infinite while nothing is predicted."""
         view = self.view()
-        if not isinstance(view, ClusterView) or not view.is_timed or self._work is None:
-            return float("inf")
+        if not isinstance(view, ClusterView) or self._work is None:
+            # A node that just failed somebody is tried at once when there is no other, and nothing can be said of it.
+            return inf if isinstance(self.view(trusting=True), ClusterView) else 0.0
+        if not view.is_timed:
+            return inf
         ahead_s = np.maximum(self._work.prefill_free_from_s - self._clock.now(), 0.0)
         return float(np.maximum(self._release_queue_s - ahead_s, 0.0).sum())

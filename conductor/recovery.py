@@ -12,6 +12,8 @@ from moontide.errors import Declined, MoontideError, NodeLost, Rejected, Transfe
 FIRST_PAUSE_S = 0.1
 PAUSE_GROWTH = 4
 LONGEST_PAUSE_S = 2.0
+_MOST_GROWTHS = 8
+"""The pause is the longest one by then."""
 
 
 class AttemptFailed(Exception):
@@ -38,23 +40,33 @@ class GiveUp:
     error: MoontideError
 
 
-def after_failure(failure: AttemptFailed, *, attempt: int, max_attempts: int, num_alternatives: int) -> Retry | GiveUp:
+def is_refusal(failure: AttemptFailed) -> bool:
+    """Whether a node that is well had no room or no time, and did no work."""
+    return isinstance(failure.error, (Rejected, Declined))
+
+
+def after_failure(
+    failure: AttemptFailed, *, attempt: int, max_attempts: int, num_alternatives: int, outwaits_refusals: bool = False
+) -> Retry | GiveUp:
     """Decide after attempt number `attempt` (from 1).
 
     Args:
+        outwaits_refusals: refusals are no end, however many: the client has a part of the answer. `attempt` counts them apart from others.
         num_alternatives: other nodes that could take the failed one's part. A node that refuses a request for lack of room is not asked
             twice; another one may have the room.
     """
     error = failure.error
-    is_worth_it = failure.is_retriable or (isinstance(error, Rejected) and num_alternatives > 0)
+    is_outwaited = outwaits_refusals and is_refusal(failure)
+    is_worth_it = failure.is_retriable or is_outwaited or (isinstance(error, Rejected) and num_alternatives > 0)
     if not is_worth_it:
         return GiveUp(error)
-    if attempt >= max_attempts:
+    if attempt >= max_attempts and not is_outwaited:
         return GiveUp(type(error)(f"gave up after {attempt} attempts; the last one: {error}"))
     is_nodes_fault = isinstance(error, (NodeLost, TransferFailed, Rejected))
-    if isinstance(error, Declined):
+    if isinstance(error, Declined) and not (is_outwaited and num_alternatives == 0):
         return Retry(avoid=None, pause_s=0.0)
-    pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** (attempt - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+    growth = PAUSE_GROWTH ** min(attempt - 1, _MOST_GROWTHS)
+    pause_s = min(FIRST_PAUSE_S * growth, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
     return Retry(avoid=failure.node_id if is_nodes_fault else None, pause_s=pause_s)
 
 

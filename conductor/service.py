@@ -34,7 +34,7 @@ from conductor.metrics import ConductorMetrics
 from conductor.output_length import Expected, OutputLengths
 from conductor.placement import Placement
 from conductor.prefix_index import PrefixIndex
-from conductor.recovery import AttemptFailed, GiveUp, after_failure
+from conductor.recovery import AttemptFailed, GiveUp, after_failure, is_refusal
 from conductor.registry import NodeRegistry
 from conductor.router import Choice, Need
 from conductor.store_leases import StoreLeases
@@ -127,16 +127,21 @@ class _Request:
     last_token_s: float | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the client has a part of the answer. It is not refused the rest, as long as nodes could hold it."""
+        return bool(self.answer.token_ids)
+
+    @property
     def token_ids(self) -> TokenArray:
         """The prompt, then every token that the client has."""
-        if not self.answer.token_ids:
+        if not self.has_begun:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.answer.token_ids, np.uint32)])
 
     def slo_left(self, now_s: float) -> Slo:
         """Counted from now. Once the first token is out its bound is met or missed."""
         ttft_s = self.slo.ttft_s
-        if ttft_s is None or self.answer.token_ids:
+        if ttft_s is None or self.has_begun:
             return Slo(tbt_s=self.slo.tbt_s)
         return Slo(ttft_s=max(ttft_s - (now_s - self.record.arrival_s), MIN_SLO_S), tbt_s=self.slo.tbt_s)
 
@@ -364,7 +369,7 @@ class Conductor:
 
     async def _serve(self, request: _Request) -> AsyncGenerator[OutputDelta, None]:
         """Attempts until the answer is complete; epochs count from 1."""
-        num_fruitless = 0
+        num_fruitless = num_refused = 0
         try:
             for epoch in itertools.count(1):
                 num_tokens = len(request.answer.token_ids)
@@ -374,10 +379,14 @@ class Conductor:
                             yield delta
                     return
                 except AttemptFailed as failure:
+                    if request.has_begun and is_refusal(failure):
+                        num_refused += 1
+                        await self._recover(request, failure, epoch, num_fruitless=num_refused)
+                        continue
                     # A long answer may outlive many nodes that leave one after the other. The first token of an attempt comes from prefill,
                     # and says nothing about decode.
                     num_fruitless = 1 if len(request.answer.token_ids) > num_tokens + 1 else num_fruitless + 1
-                    if epoch == self._settings.max_attempts * MOST_ATTEMPTS_FACTOR:
+                    if epoch - num_refused == self._settings.max_attempts * MOST_ATTEMPTS_FACTOR:
                         num_fruitless = epoch
                     await self._recover(request, failure, epoch, num_fruitless=num_fruitless)
         finally:
@@ -409,7 +418,7 @@ class Conductor:
     @asynccontextmanager
     async def _placed(self, request: _Request, epoch: int) -> AsyncIterator[Attempt]:
         """An attempt on the nodes that are best for it, started when it is its tenant's turn."""
-        view = await self._nodes(request, may_wait=epoch > 1 or bool(request.answer.token_ids))
+        view = await self._nodes(request, may_wait=epoch > 1 or request.has_begun)
         hits = await self._hits(request, view)
         choice = self._choose(request, view, hits)
         if epoch == 1:
@@ -419,7 +428,11 @@ class Conductor:
             return
         asked_s = self.clock.now()
         async with self._turns.turn(
-            request.tenant, priority=request.priority, work_s=choice.busy_s, deadline=request.deadline
+            request.tenant,
+            priority=request.priority,
+            work_s=choice.busy_s,
+            deadline=request.deadline,
+            has_begun=request.has_begun,
         ):
             if self.clock.now() - asked_s > STALE_S:
                 view = await self._nodes(request, may_wait=True)
@@ -456,7 +469,7 @@ class Conductor:
             queue_s=parts.queue_s, fetch_s=parts.fetch_s, prefill_s=parts.compute_s, dispatch_s=attempt.dispatch_s
         )
         self._explanations.happened(request.request_id, attempt.epoch, attempt.choice, outcome)
-        if not request.answer.token_ids:
+        if not request.has_begun:
             verdict = judge_decode(self._settings.admission, attempt.choice.prediction.tbt_s, request.slo)
             if isinstance(verdict, Refused):
                 self._explanations.refused(request.request_id, verdict.message)
@@ -582,12 +595,12 @@ class Conductor:
         )
 
     def _admit(self, request: _Request, view: ClusterView, choice: Choice) -> None:
-        """Raises: Rejected when the request's SLO would not be met."""
+        """Raises: Rejected when the SLO of a request that has not begun would not be met."""
         now_s = self.clock.now()
         waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(request.tenant.share(request.priority))
         prediction = dataclasses.replace(choice.prediction, queue_s=choice.prediction.queue_s + waits_s)
         verdict = judge(
-            self._settings.admission,
+            "off" if request.has_begun else self._settings.admission,
             prediction,
             request.slo_left(now_s),
             prompt_tokens=len(request.prompt),
@@ -644,7 +657,8 @@ class Conductor:
         """Return when the next attempt may start. Raises: the error that the client gets.
 
         Args:
-            num_fruitless: attempts in a row of which none but the first brought a token of decode.
+            num_fruitless: attempts in a row of which none but the first brought a token of decode; of an answer that has begun and is
+                refused, how often it was.
         """
         failed_node = next((n for n in self.registry.nodes if n.record.node_id == failure.node_id), None)
         num_alternatives = 0
@@ -655,13 +669,21 @@ class Conductor:
                 node.alive and node.record.role == failed_node.record.role and node.record.node_id not in request.avoid
                 for node in self.registry.nodes
             ) - (failed_node.alive and failed_node.record.node_id not in request.avoid)
-        if isinstance(failure.error, Declined):
-            self._note_declined(request, failure, num_alternatives)
+        outwaits_refusals = request.has_begun and self._can_hold(request)
+        if isinstance(failure.error, Declined) and request.is_local:
+            # Who has no time to prefill may still have it to decode, after a prefill group.
+            request.may_prefill_locally = False
+            num_alternatives += 1
+        elif isinstance(failure.error, Declined) and num_alternatives > 0 and failure.node_id is not None:
+            request.avoid.add(failure.node_id)
+        elif isinstance(failure.error, Declined) and not outwaits_refusals:
+            raise _declined_by_all(failure) from failure
         decision = after_failure(
             failure,
             attempt=num_fruitless,
             max_attempts=self._settings.max_attempts,
             num_alternatives=num_alternatives,
+            outwaits_refusals=outwaits_refusals,
         )
         if isinstance(decision, GiveUp):
             raise decision.error from failure
@@ -674,7 +696,9 @@ class Conductor:
             error=failure.error.code,
             reason=str(failure.error),
         )
-        if decision.avoid is not None:
+        if is_refusal(failure) and num_alternatives == 0:
+            request.avoid.clear()  # after the pause each of them may have room
+        elif decision.avoid is not None:
             request.avoid.add(decision.avoid)
         if isinstance(failure.error, BlockMissing):
             request.num_block_misses += 1
@@ -688,7 +712,7 @@ class Conductor:
 
     def _spec(self, request: _Request, epoch: int) -> AttemptSpec:
         slo = request.slo_left(self.clock.now())
-        if request.answer.token_ids or self._settings.admission not in ("early", "predictive"):
+        if request.has_begun or self._settings.admission not in ("early", "predictive"):
             # Nobody looks at the bound again: the mode does not, and an answer that has begun is brought to its end.
             slo = Slo(ttft_s=slo.ttft_s)
         return AttemptSpec(
@@ -705,19 +729,10 @@ class Conductor:
             slo=slo,
         )
 
-    def _note_declined(self, request: _Request, failure: AttemptFailed, num_alternatives: int) -> None:
-        """Raises: Rejected when there is no other decode instance to ask."""
-        if request.is_local:
-            # Who has no time to prefill may still have it to decode.
-            request.may_prefill_locally = False
-            return
-        if num_alternatives == 0:
-            raise Rejected(
-                f"no decode instance keeps the bound on the time between tokens; the last one says: {failure.error}",
-                reason=RejectReason.TBT_SLO,
-            ) from failure
-        if failure.node_id is not None:
-            request.avoid.add(failure.node_id)
+    def _can_hold(self, request: _Request) -> bool:
+        """Whether any nodes are large enough for what is left of the request, or none are there to say."""
+        view, need = self._placement.view(), self._need(request)
+        return not isinstance(view, ClusterView) or view.can_hold(need.prompt_tokens, need.max_tokens_in_cache)
 
     def _channel(self, record: NodeRecord) -> grpc.aio.Channel:
         """The channel to a prefill group; one per node, replaced when the node has moved."""
@@ -726,6 +741,10 @@ class Conductor:
             return known[1]
         if known is not None:
             self._background.spawn(known[1].close(), f"close channel {record.node_id}")
+        for node_id in self._channels.keys() - {node.record.node_id for node in self.registry.nodes}:
+            _, gone = self._channels.pop(node_id)
+            # A node that drains may still be busy with a request.
+            self._background.spawn(gone.close(self._settings.default_timeout_s), f"close channel {node_id}")
         channel = open_channel(record.address, self._tls)
         self._channels[record.node_id] = (record.address, channel)
         return channel
@@ -733,3 +752,10 @@ class Conductor:
     def _count_active(self, change: int) -> None:
         self._num_active += change
         self.metrics.active.set(self._num_active)
+
+
+def _declined_by_all(failure: AttemptFailed) -> Rejected:
+    return Rejected(
+        f"no decode instance keeps the bound on the time between tokens; the last one says: {failure.error}",
+        reason=RejectReason.TBT_SLO,
+    )

@@ -151,7 +151,7 @@ class TenantDirectory:
             return self._open
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise Unauthorized("the request has no API key; send it as `Authorization: Bearer KEY`")
-        digest = hashlib.sha256(authorization[len(_SCHEME) :].strip().encode()).hexdigest()
+        digest = hashlib.sha256(authorization[len(_SCHEME) :].strip().encode(errors="surrogateescape")).hexdigest()
         tenant = self._by_key.get(digest)
         if tenant is None:
             raise Unauthorized("no tenant has this API key; check the key, or have its hash added to the tenants")

@@ -123,6 +123,12 @@ class ClusterView:
     dispatch_s: float
     dropped: tuple[Dropped, ...]
 
+    def can_hold(self, prompt_tokens: int, max_tokens_in_cache: int) -> bool:
+        """Whether some group has pages for the prompt, if all are free, and some decode instance for prompt and answer."""
+        return bool(
+            (self.prefill.num_tokens >= prompt_tokens).any() and (self.decode.num_tokens >= max_tokens_in_cache).any()
+        )
+
     @classmethod
     def build(
         cls,

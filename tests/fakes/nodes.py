@@ -77,7 +77,7 @@ class FakeStore(kvstore_pb2_grpc.KvStoreServicer):
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     """Faults: "lost" (before the first token), "lost after first", "ends" (stream ends early), "rejected", "missing",
-    "no token" (the model's logits are no numbers)."""
+    "lost after completed", "no token" (the model's logits are no numbers)."""
 
     def __init__(self, node_id: str, answer: Sequence[int], store: FakeStore) -> None:
         self.node_id = node_id
@@ -131,6 +131,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                     num_blocks=num_blocks, has_partial=True, spans=[span], age_s=time.monotonic() - arrival_s
                 )
             )
+            await self._fail(fault, context, {"lost after completed": NodeLost("stage 0 is gone")})
         except asyncio.CancelledError:
             self.cancelled.append(key)
             raise

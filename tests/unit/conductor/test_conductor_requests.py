@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from front import ANSWER_TEXT, Front, open_front, text_of, tokens_of, until
 
-from conductor import service
+from conductor import recovery, service
 from conductor.cost import Slo
 from conductor.options import Options
 from conductor.policies import Pick
@@ -189,6 +189,48 @@ async def test_decode_fault_continues_after_what_the_client_has(front: Front, fa
     await front.settle()
 
 
+async def test_prefill_group_lost_after_its_part_does_not_stop_decode(front: Front) -> None:
+    prefill, decode = front.cluster.prefill[0], front.cluster.decode[0]
+    prefill.faults.append("lost after completed")
+    decode.may_step.clear()
+    running = asyncio.create_task(front.generate())
+    await until(lambda: bool(prefill.completed) and not prefill.open)
+    await until(lambda: front.conductor._background.num_running == 0)
+    decode.may_step.set()
+    assert text_of(await running) == ANSWER_TEXT
+    assert [epoch for _, epoch in decode.opened] == [1]
+    await front.settle()
+
+
+async def test_channel_to_a_group_that_is_gone_is_closed(model_dir: Path) -> None:
+    async with open_front(model_dir, num_prefill=2, num_decode=1) as front:
+        records = front.cluster.registry.records
+        gone, other = records["prefill-0"], records["prefill-1"]
+        await front.cluster.registry.remove(other.node_id)
+        await front.generate(request_id="a")
+        await front.cluster.registry.remove(gone.node_id)
+        await front.cluster.registry.set(other)
+        await front.generate(request_id="b")
+        assert list(front.conductor._channels) == [other.node_id]
+        await front.settle()
+
+
+async def test_session_with_a_decode_instance_that_is_gone_is_forgotten(model_dir: Path) -> None:
+    async with open_front(model_dir, num_decode=2) as front:
+        sessions = front.conductor._sessions
+        gone, other = (front.cluster.registry.records[f"decode-{idx}"] for idx in range(2))
+        await front.cluster.registry.remove(other.node_id)
+        await front.generate(request_id="a")
+        session = sessions.get(gone)
+        await front.cluster.registry.remove(gone.node_id)
+        await front.cluster.stop(gone.node_id)
+        await until(lambda: session.is_broken)
+        await front.cluster.registry.set(other)
+        await front.generate(request_id="b")
+        assert list(sessions._sessions) == [other.node_id]
+        await front.settle()
+
+
 async def test_blocks_missing_twice_are_computed_under_names_of_their_own(front: Front) -> None:
     """A damaged block keeps its name in the store, so that computing it again under that name does not help."""
     front.cluster.decode[0].faults.extend(["missing", "missing"])
@@ -306,6 +348,40 @@ async def test_refusal_goes_to_another_group_or_to_the_client(model_dir: Path) -
         for request_id in ("a", "b", "c"):
             assert text_of(await front.generate(request_id=request_id)) == ANSWER_TEXT
         await front.settle()
+
+
+@pytest.mark.parametrize(("num_decode", "admission"), [(1, "predictive"), (2, "predictive"), (1, "off")])
+async def test_answer_that_has_begun_outwaits_decode_instances_that_decline_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_decode: int, admission: str
+) -> None:
+    monkeypatch.setattr(recovery, "LONGEST_PAUSE_S", 0.02)
+    async with open_front(model_dir, num_decode=num_decode, max_attempts=2, admission=admission) as front:
+        for decode in front.cluster.decode:
+            decode.faults.extend(["lost 2", *["declined"] * 6])
+        assert text_of(await front.generate()) == ANSWER_TEXT
+        assert front.metric("conductor_retries_total", reason="Declined") >= 3
+        await front.settle()
+
+
+async def test_answer_that_has_begun_outwaits_a_full_queue(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "LONGEST_PAUSE_S", 0.02)
+    async with open_front(model_dir, max_attempts=2) as front:
+        front.cluster.decode[0].faults.append("lost 2")
+        front.cluster.prefill[0].faults.extend(["", "rejected", "rejected", "rejected"])
+        assert text_of(await front.generate()) == ANSWER_TEXT
+        assert len(front.cluster.prefill[0].calls) == 5
+        await front.settle()
+
+
+async def test_answer_that_no_group_can_hold_any_more_ends_with_the_refusal(front: Front) -> None:
+    front.cluster.decode[0].faults.append("lost 2")
+    front.cluster.prefill[0].faults.extend(["", "rejected"])
+    record = front.cluster.registry.records["prefill-0"]
+    await front.cluster.registry.set(dataclasses.replace(record, load={"num_pages": 1.0}))
+    with pytest.raises(Rejected, match="queue is full"):
+        await front.generate()
+    assert len(front.cluster.prefill[0].calls) == 2
+    await front.settle()
 
 
 async def test_deadline_ends_a_request_that_hangs(front: Front) -> None:
@@ -535,6 +611,7 @@ async def test_decline_by_every_decode_instance_is_a_refusal(model_dir: Path, ad
     async with open_front(model_dir, num_decode=2, admission=admission) as front:
         for decode in front.cluster.decode:
             decode.faults.append("declined")
+        front.cluster.prefill[0].may_sample.clear()  # an answer that has begun is not refused
         submission = dataclasses.replace(front.submission(), slo=Slo(tbt_s=1e-9))
         with pytest.raises(Rejected) as refused:
             async for _ in front.conductor.generate(submission):

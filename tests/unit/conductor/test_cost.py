@@ -135,6 +135,17 @@ def test_nothing_is_learnt_from_what_did_not_happen_or_was_not_predicted() -> No
     assert cost.corrections("p0") == cost.corrections("d0") == Corrections()
 
 
+def test_nodes_that_are_gone_are_forgotten() -> None:
+    cost = CostModel()
+    raw = Prediction(prefill_s=1.0, tbt_s=0.1, handoff_s=0.1)
+    learn(cost, raw, Outcome(queue_s=0.0, fetch_s=0.0, prefill_s=2.0, handoff_s=1.0, tbt_s=0.3))
+    prefill, decode = placed(raw).prefill_node_id, placed(raw).decode_node_id
+    known = cost.corrections(decode)
+    cost.keep_only({decode})
+    assert cost.corrections(prefill) == Corrections()
+    assert cost.corrections(decode) == known != Corrections()
+
+
 def test_ttft_adds_up() -> None:
     assert Prediction(queue_s=1, fetch_s=2, prefill_s=3, dispatch_s=4, handoff_s=5).ttft_s == 10
     assert Outcome(queue_s=1, fetch_s=2, prefill_s=3, dispatch_s=4, handoff_s=5).ttft_s == 10

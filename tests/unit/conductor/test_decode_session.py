@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -42,4 +43,38 @@ async def test_broken_stream_tells_its_requests_and_leaves_no_task_behind() -> N
         assert session.num_requests == 0
         await session.close()
     finally:
+        await server.close()
+
+
+class SilentDecode(decode_pb2_grpc.DecodeServicer):
+    """Reads commands and says nothing."""
+
+    def __init__(self) -> None:
+        self.num_commands = 0
+
+    async def Session(
+        self, commands: AsyncIterator[decode_pb2.DecodeCommand], _context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
+        async for _ in commands:
+            self.num_commands += 1
+        for events in ():
+            yield events
+
+
+async def test_commands_from_before_the_stream_are_not_kept_once_they_are_sent() -> None:
+    server, decode = Server(), SilentDecode()
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, decode, "moontide.v1.Decode")
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    session = DecodeSession(
+        NodeRecord(node_id="decode-0", role="decode", address=address, http_address=address, boot_id="boot")
+    )
+    try:
+        command = decode_pb2.DecodeCommand(request_id="r", epoch=1, open=decode_pb2.DecodeOpen())
+        references = sys.getrefcount(command)
+        session.open(command, lambda _: None)
+        assert sys.getrefcount(command) == references + 1
+        await until(lambda: decode.num_commands == 1)
+        assert sys.getrefcount(command) == references
+    finally:
+        await session.close()
         await server.close()

@@ -26,15 +26,24 @@ class Groups:
     def __init__(self, room_s: float = 0.0, num_groups: int = 1, release_queue_s: float = 0.0) -> None:
         """`release_queue_s` 0: no share of what is ahead is due to anybody."""
         self.room_s = room_s
+        self.num_groups = num_groups
         self.got: list[str] = []
         self.clock = FakeClock()
         self.queue = FairQueue(
-            lambda: self.room_s, lambda: num_groups, release_queue_s=release_queue_s, clock=self.clock
+            lambda: self.room_s, lambda: self.num_groups, release_queue_s=release_queue_s, clock=self.clock
         )
 
-    async def send(self, tenant: Tenant, work_s: float = 1.0, *, priority: int = 0, timeout_s: float = 20.0) -> None:
+    async def send(
+        self,
+        tenant: Tenant,
+        work_s: float = 1.0,
+        *,
+        priority: int = 0,
+        timeout_s: float = 20.0,
+        has_begun: bool = False,
+    ) -> None:
         deadline = Deadline.after(timeout_s, MonotonicClock())
-        async with self.queue.turn(tenant, priority=priority, work_s=work_s, deadline=deadline):
+        async with self.queue.turn(tenant, priority=priority, work_s=work_s, deadline=deadline, has_begun=has_begun):
             self.got.append(tenant.name)
             self.room_s -= work_s
 
@@ -124,6 +133,32 @@ async def test_a_tenant_beyond_its_bound_is_refused_and_others_are_not(groups: G
     assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s > 0
     tasks += await groups.waiting((B, 0))
+    groups.room_s = 1000.0
+    await asyncio.gather(*tasks)
+
+
+async def test_an_answer_that_has_begun_waits_beyond_the_bound_of_its_tenant(groups: Groups) -> None:
+    small = Tenant(name="a", max_queued_s=1.0)
+    tasks = await groups.waiting((small, 0))
+    tasks.append(asyncio.create_task(groups.send(small, has_begun=True)))
+    await asyncio.sleep(0)
+    assert groups.queue.num_waiting == 2
+    assert await groups.take(2, room_s=1.5) == "aa"
+    await asyncio.gather(*tasks)
+
+
+async def test_without_groups_everybody_waits_and_goes_in_turn_when_they_are_back() -> None:
+    groups = Groups(room_s=2.0, release_queue_s=4.0)
+    tasks = [asyncio.create_task(groups.send(A)) for _ in range(8)]
+    await until(lambda: groups.queue.num_waiting > 0)
+    known, num_got = groups.queue.num_waiting, len(groups.got)
+    groups.room_s, groups.num_groups = 0.0, 0
+    tasks += await groups.waiting((B, 0))
+    assert groups.queue.num_waiting == known + 1, "its credit is for groups that are there"
+    groups.num_groups = 1
+    await groups.take(2, room_s=1.5)
+    assert "b" in groups.got[num_got:]
+    assert groups.queue.num_waiting == known - 1, "not all at once"
     groups.room_s = 1000.0
     await asyncio.gather(*tasks)
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,8 @@ class Conductor:
         self.error: BadRequest | NoCapacity | None = None
         self.made: list[tuple[int | None, int]] = []
         """(seed, tokens that were there) of each answer made here."""
+        self.given_s: list[float | None] = []
+        """Time that each of them may take."""
         self.num_cancelled = 0
         self._moved = asyncio.Condition()
 
@@ -70,6 +73,7 @@ class Conductor:
 
     async def make(self, submission: Submission, answered: Sequence[SampledToken]) -> AsyncGenerator[OutputDelta, None]:
         self.made.append((submission.params.seed, len(answered)))
+        self.given_s.append(submission.params.timeout_s)
         try:
             for idx in range(len(answered), NUM_TOKENS):
                 async with self._moved:
@@ -399,6 +403,55 @@ async def test_a_reader_waits_no_longer_than_it_may(cluster: Cluster) -> None:
             await conductor.answer(timeout_s=0.3)
     await a.allow(NUM_TOKENS)
     await first
+
+
+async def test_a_first_client_with_little_time_does_not_end_the_answer_of_others(cluster: Cluster) -> None:
+    a, b = await cluster.start("a", unread_answer_s=30.0), await cluster.start("b")
+    await a.allow(2)
+    hasty = asyncio.create_task(a.answer(timeout_s=0.3))
+    await until(lambda: len(a.made) == 1)
+    others = [asyncio.create_task(conductor.answer()) for conductor in (a, b)]
+    with pytest.raises(DeadlineExceeded, match="same key"):
+        await hasty
+    await a.allow(NUM_TOKENS)
+    first, second = await asyncio.gather(*others)
+    assert first == second
+    assert (a.given_s, b.given_s) == ([None], [])
+
+
+async def test_everybody_who_reads_an_answer_through_a_conductor_is_counted_there(cluster: Cluster) -> None:
+    a, b = await cluster.start("a"), await cluster.start("b")
+    await a.allow(2)
+    asked = [asyncio.create_task(a.answer())]
+    await until(lambda: len(a.made) == 1)
+    asked.append(asyncio.create_task(b.answer()))
+    await until(lambda: kept(a).num_readers == 2)
+    assert [conductor.answers.num_readers for conductor in (a, b)] == [2, 1], "the one at b is b's client"
+    await a.allow(NUM_TOKENS)
+    await asyncio.gather(*asked)
+    await until(lambda: a.answers.num_readers == b.answers.num_readers == 0)
+
+
+async def test_owner_that_breaks_behind_the_last_token_is_not_replaced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken_at_the_end(*args: Any, **more: Any) -> AsyncGenerator[OutputDelta, None]:
+        async with aclosing(peers.attach(*args, **more)) as deltas:
+            async for each in deltas:
+                yield each
+        raise peers.PeerLost("reset before the trailers")
+
+    monkeypatch.setattr("conductor.idempotency.attach", broken_at_the_end)
+    a, b = await cluster.start("a"), await cluster.start("b")
+    assert await a.answer() == await b.answer()
+    assert (b.made, how(b)) == ([], {"followed": 1})
+
+
+def test_a_key_of_any_bytes_has_a_claim_of_its_own() -> None:
+    keys = [bytes_.decode(errors="surrogateescape") for bytes_ in (b"key-\xff", b"key-\xfe", "key-é".encode())]
+    prompt = TextPrompt(text="1")
+    assert len({attach_token(key, "t") for key in keys}) == len(keys)
+    assert len({fingerprint(key, prompt, GenerateParams()) for key in keys}) == len(keys)
 
 
 def test_fingerprints_differ_for_every_part_of_a_request_and_for_every_key() -> None:

@@ -87,7 +87,16 @@ async def test_a_wrong_query_is_refused_by_name(
     assert reason in (await indexer.ask("/query", status, **body))["error"]
 
 
-async def test_events_of_another_engine_are_followed_and_a_gap_clears_them() -> None:
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        ["BlockStored", [3], 1, [-1] * 4, 4, None],
+        ["BlockStored", [3], [], PROMPT[:4], 4, None],
+        ["BlockStored", ["three"], 1, [], 4, None],
+        ["BlockRemoved", [[3]]],
+    ],
+)
+async def test_events_of_another_engine_are_followed_and_a_gap_clears_them(impossible: list[Any]) -> None:
     index = PrefixIndex()
     with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as engine:
         engine.bind("tcp://127.0.0.1:*")
@@ -109,6 +118,11 @@ async def test_events_of_another_engine_are_followed_and_a_gap_clears_them() -> 
         await tell(10, ["BlockStored", [2], 1, PROMPT[4:8], 4, None])
         await until(lambda: hit() == 0)
         await tell(11, ["BlockStored", [1], None, PROMPT[:4], 4, None])
+        await until(lambda: hit() == 1)
+        await tell(12, impossible)
+        await tell(13, ["BlockStored", [2], 1, PROMPT[4:8], 4, None])
+        await until(lambda: hit() == 0)
+        await tell(14, ["BlockStored", [1], None, PROMPT[:4], 4, None])
         await until(lambda: hit() == 1)
         await foreign.close()
 

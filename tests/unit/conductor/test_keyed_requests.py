@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,8 +10,9 @@ import httpx
 import pytest
 from front import ANSWER_TEXT, MODEL, PROMPT_TEXT, Front, text_of, tokens_of
 
+from conductor.cost import Slo
 from moontide.client import GenerateOptions, MoontideClient
-from moontide.errors import KeyReused
+from moontide.errors import KeyReused, Rejected
 from moontide.sampling_params import SampledToken
 
 
@@ -49,6 +51,18 @@ async def test_over_grpc_a_client_that_lost_its_connection_finds_the_running_ans
             async for _ in client.generate("another prompt", params=params, idempotency_key="k1"):
                 pass
     assert len(front.cluster.prompts()) == 1
+    await front.settle()
+
+
+async def test_answer_that_has_tokens_is_not_refused_for_its_slo(front: Front) -> None:
+    record = front.cluster.registry.records["decode-0"]
+    await front.cluster.registry.set(dataclasses.replace(record, load={**record.load, "step_overhead_s": 1.0}))
+    submission = dataclasses.replace(front.submission(), slo=Slo(tbt_s=0.1))
+    with pytest.raises(Rejected, match="slower than their SLO"):
+        [delta async for delta in front.conductor._make(submission, [])]
+    known = [SampledToken(token_id=token_id) for token_id in front.answer_ids[:3]]
+    rest = [delta async for delta in front.conductor._make(submission, known)]
+    assert tokens_of(rest)[:2] == front.answer_ids[3:5]
     await front.settle()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from front import ANSWER_TEXT, MODEL, PROMPT_TEXT, Front, open_front, until
+from front import ANSWER_TEXT, MODEL, PROMPT_TEXT, WAIT_S, Front, open_front, until
 from pydantic import ValidationError
 
+from conductor.answer import OutputDelta
 from conductor.openai_schema import Body, ChatBody, CompletionBody
+from conductor.validation import Submission
 from tests.fakes.text_model import MAX_CONTEXT
 
 
@@ -376,6 +378,71 @@ async def test_body_too_large_is_a_413_and_the_service_goes_on(model_dir: Path) 
         assert response.status_code == 413
         assert "2000 bytes" in response.json()["error"]["message"]
         assert (await http.post("/v1/completions", json=completion())).status_code == 200
+
+
+class Upload:
+    """A request of which the client sends half of the body."""
+
+    def __init__(self, front: Front) -> None:
+        self._body = json.dumps(completion(max_tokens=1)).encode()
+        self._port = int(front.http_url.rsplit(":", 1)[1])
+
+    async def begin(self) -> asyncio.StreamReader:
+        reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self._body)}\r\n\r\n"
+        self._writer.write(head.encode() + self._body[:20])
+        return reader
+
+    def finish(self) -> None:
+        self._writer.write(self._body[20:])
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+async def test_client_that_stalls_within_its_body_is_told_so(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conductor.openai_api.CLIENT_STALL_S", 0.1)
+    upload = Upload(front)
+    reader = await upload.begin()
+    async with asyncio.timeout(WAIT_S):
+        head, length = await reader.readuntil(b"\r\n\r\n"), b"Content-Length: "
+        error = json.loads(await reader.readexactly(int(head[head.index(length) + len(length) :].split()[0])))["error"]
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert (error["code"], "nothing more of the body came for 0.1 s" in error["message"]) == (408, True)
+    await upload.close()
+
+
+async def test_a_request_arrives_when_its_body_is_there(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals = []
+    generate = front.conductor.generate
+
+    def noted(submission: Submission) -> AsyncGenerator[OutputDelta, None]:
+        arrivals.append(submission.arrival_s)
+        return generate(submission)
+
+    monkeypatch.setattr(front.conductor, "generate", noted)
+    upload = Upload(front)
+    reader = await upload.begin()
+    await until(lambda: front.api.num_connections == 1)
+    await asyncio.sleep(0.05)  # the handler begins; without it the test would pass whatever the handler does
+    sent_s = front.conductor.clock.now()
+    upload.finish()
+    async with asyncio.timeout(WAIT_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    assert arrivals[0] >= sent_s
+    await upload.close()
+    await front.settle()
+
+
+@pytest.mark.parametrize("header", ["Authorization", "Idempotency-Key", "X-Request-Id", "X-Moontide-Priority"])
+async def test_headers_of_any_bytes_are_no_internal_error(
+    http: httpx.AsyncClient, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = await http.post("/v1/completions", json=completion(), headers={header: b"\xff\xfe"})
+    expected = 200 if header in ("Authorization", "Idempotency-Key") else 400
+    assert response.status_code == expected, response.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_bad_request_id_and_unknown_paths(http: httpx.AsyncClient) -> None:

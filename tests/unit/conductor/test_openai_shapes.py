@@ -61,3 +61,13 @@ def test_usage_closes_a_stream_that_asked_for_it(tokenizer: Tokenizer) -> None:
     assert said(asked.closing(USAGE)) == {**HEAD, "choices": [], "usage": usage_json(USAGE)}
     assert ChunkWriter(shape, HEAD, include_usage=False).closing(USAGE) == b""
     assert said(asked.opening(USAGE))["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_tokens_of_equal_text_do_not_take_each_others_log_probability(tokenizer: Tokenizer) -> None:
+    parts = [token_id for token_id in range(300) if tokenizer.token_text(token_id) == "\ufffd"][:3]
+    likeliest, sampled, least = parts
+    top = [(likeliest, -0.1), (sampled, -0.5), (least, -3.0)]
+    token = OutputToken(SampledToken(token_id=sampled, logprob=-0.5, top_logprobs=top), 0, 0)
+    delta = OutputDelta(text="", tokens=(token,), usage=USAGE)
+    choice = CompletionShape(tokenizer, with_logprobs=True).chunk(delta)
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]

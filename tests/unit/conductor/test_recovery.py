@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.recovery import AttemptFailed, FailedNodes, GiveUp, Retry, after_failure
+from conductor.recovery import LONGEST_PAUSE_S, AttemptFailed, FailedNodes, GiveUp, Retry, after_failure
 from conductor.registry import Node
 from moontide.errors import (
     BadRequest,
     BlockMissing,
     DeadlineExceeded,
+    Declined,
     Internal,
     MoontideError,
     NodeLost,
@@ -18,10 +19,21 @@ from moontide.registry import NodeRecord
 
 
 def decide(
-    error: MoontideError, *, attempt: int = 1, alternatives: int = 1, retriable: bool | None = None
+    error: MoontideError,
+    *,
+    attempt: int = 1,
+    alternatives: int = 1,
+    retriable: bool | None = None,
+    outwaits_refusals: bool = False,
 ) -> Retry | GiveUp:
     failure = AttemptFailed(error, node_id="n", is_retriable=retriable)
-    return after_failure(failure, attempt=attempt, max_attempts=3, num_alternatives=alternatives)
+    return after_failure(
+        failure,
+        attempt=attempt,
+        max_attempts=3,
+        num_alternatives=alternatives,
+        outwaits_refusals=outwaits_refusals,
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,6 +56,15 @@ def test_other_errors_go_to_the_client_as_they_are(error: MoontideError) -> None
 
 def test_a_refusal_is_final_without_another_node() -> None:
     assert isinstance(decide(Rejected("full"), alternatives=0), GiveUp)
+
+
+@pytest.mark.parametrize("error", [Rejected("full"), Declined("slow")])
+def test_an_answer_that_has_begun_pauses_while_all_nodes_refuse_it(error: MoontideError) -> None:
+    for attempt in (1, 3, 5000):
+        decision = decide(error, attempt=attempt, alternatives=0, outwaits_refusals=True)
+        assert isinstance(decision, Retry)
+        assert 0 < decision.pause_s <= LONGEST_PAUSE_S
+    assert isinstance(decide(NodeLost("x"), attempt=3, outwaits_refusals=True), GiveUp), "only refusals cost nothing"
 
 
 def test_what_the_node_says_about_retrying_counts() -> None:

@@ -69,7 +69,8 @@ def test_a_key_names_its_tenant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "authorization", ["", "Bearer ", "Bearer key-x", "Basic key-a", "key-a", f"Bearer {digest('key-a')}"]
+    "authorization",
+    ["", "Bearer ", "Bearer key-x", "Basic key-a", "key-a", f"Bearer {digest('key-a')}", "Bearer key-\udcff"],
 )
 def test_a_wrong_or_missing_key_is_refused_and_not_shown(tmp_path: Path, authorization: str) -> None:
     with pytest.raises(Unauthorized) as refused:
