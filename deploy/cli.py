@@ -30,9 +30,12 @@ from moontide.config import TlsConfig, api_key, describe, to_tree
 from moontide.errors import BadRequest, ConfigError, MoontideError, NodeLost
 from moontide.timeline import Timeline, TtftParts
 from moontide.tls import add_client_arguments, client_config
+from prefill_node.config import PrefillConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2"
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted, as in a shell."""
 OPTION_SETTINGS = {
     "model": "model.name",
     "dtype": "model.dtype",
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.error(str(error))
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -70,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP: the first asks for a drain, the second kills the cluster."""
+    """SIGINT, SIGTERM and SIGHUP: the first asks for a drain, the second kills the cluster, unless it is SIGHUP.
+
+    A closed terminal hangs up twice: its shell does, and then the system.
+    """
 
     def __init__(self, cluster: LocalCluster, console: Console) -> None:
         self._cluster = cluster
@@ -79,9 +85,10 @@ class StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_args: object) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         if self.stop.is_set():
-            self._cluster.kill()
+            if number != signal.SIGHUP:
+                self._cluster.kill()
             return
         self.stop.set()
         self._console.step("stopping: open requests finish first; once more to stop at once")
@@ -90,6 +97,7 @@ class StopSignals:
 def run_cluster(cluster: LocalCluster, console: Console, serve: Callable[[threading.Event], int]) -> int:
     """Start `cluster`, wait until it serves, call `serve(stop)`, stop it. Nothing is left afterwards.
 
+    Returns what `serve` did, or INTERRUPTED when a signal came before.
     Raises: StartFailed, with the logs kept, when it does not come up.
     """
     signals = StopSignals(cluster, console)
@@ -97,7 +105,7 @@ def run_cluster(cluster: LocalCluster, console: Console, serve: Callable[[thread
     try:
         cluster.start()
         cluster.wait_ready(signals.stop)
-        code = 0 if signals.stop.is_set() else serve(signals.stop)
+        code = INTERRUPTED if signals.stop.is_set() else serve(signals.stop)
     except StartFailed as error:
         keep_files = True
         cluster.kill()
@@ -458,7 +466,9 @@ def _add_up(commands: Any) -> None:
     command.add_argument("--conductors", type=int, metavar="C", help="conductors (default 1)")
     command.add_argument("--http-port", type=int, help="OpenAI API (default 8000; 0: a free one)")
     command.add_argument("--grpc-port", type=int, help="gRPC API (default 8001; 0: a free one)")
-    command.add_argument("--chunk-tokens", type=int, help="most prompt tokens in one micro-batch (default 512)")
+    command.add_argument(
+        "--chunk-tokens", type=int, help=f"most prompt tokens in one micro-batch (default {PrefillConfig.chunk_tokens})"
+    )
     command.add_argument("--launcher", help="ray (default) | process: who starts the nodes")
     command.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting; repeatable")
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")

@@ -17,8 +17,9 @@ from moontide.errors import ConfigError
 from prefill_node.config import PrefillConfig
 
 LAUNCHERS = ("ray", "process")
-PLACEMENTS = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 AUTO = "auto"
+CLOSE_S = 15.0
+"""What a process may need after its drain."""
 
 DECIDED: dict[str, dict[str, Any]] = {
     "registry": {"url": "redis://127.0.0.1:1/0"},
@@ -53,20 +54,14 @@ class DeployConfig:
     """gRPC API of the first conductor; each further one listens two ports up. 0 takes free ones."""
     run_dir: str = ""
     """Directory for configs and logs, kept afterwards; empty: a fresh one under /tmp, removed after a clean stop."""
-    placement: str = "PACK"
-    """How Ray places the stages of one group: PACK | STRICT_PACK | SPREAD | STRICT_SPREAD."""
     object_lease_s: float = 5.0
     """How long an object that was read in the store resists removal (the Mooncake master's lease)."""
     ready_timeout_s: float = 180.0
     """A cluster that is not ready after so long is stopped with an error."""
-    drain_timeout_s: float = 35.0
-    """Time that processes of one kind get to finish after a stop before they are killed."""
 
     def __post_init__(self) -> None:
         if self.launcher not in LAUNCHERS:
             raise ConfigError(f"deploy.launcher={self.launcher!r} is unknown; choose one of {', '.join(LAUNCHERS)}")
-        if self.placement not in PLACEMENTS:
-            raise ConfigError(f"deploy.placement={self.placement!r} is unknown; choose one of {', '.join(PLACEMENTS)}")
         for name in ("stages", "prefill_groups", "decode", "hosts", "conductors"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"deploy.{name}={getattr(self, name)} must be at least 1")
@@ -85,7 +80,7 @@ class DeployConfig:
                 f"conductor(s) take every second port; choose ports an odd number apart, for example {self.http_port} "
                 f"and {self.http_port + 1}"
             )
-        for name in ("object_lease_s", "ready_timeout_s", "drain_timeout_s"):
+        for name in ("object_lease_s", "ready_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"deploy.{name}={getattr(self, name)} must be above 0 seconds")
 
@@ -114,6 +109,13 @@ class ClusterConfig:
             raise ConfigError(
                 "tls.ca_file is set without tls.cert_file and tls.key_file; the services need a certificate"
             )
+        if self.conductor.indexer_port is not None:
+            check_port("conductor.indexer_port", self.conductor.indexer_port)
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Time that processes of one kind get to end after a stop before they are killed: longer than any of them drains."""
+        return max(self.conductor.drain_s, self.decode.drain_timeout_s, self.kvstore.drain_s) + CLOSE_S
 
 
 def load_cluster_config(*, path: Path | None = None, overrides: Sequence[str] = ()) -> ClusterConfig:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pydoc_data.topics import topics
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from deploy.cli import Answer, print_timeline, run_cluster, stream_answer
+from deploy.cli import INTERRUPTED, Answer, print_timeline, run_cluster, stream_answer
 from deploy.config import ClusterConfig
 from deploy.console import Console
 from deploy.gantt import pipeline_sentence, stage_chunks, ttft_table
@@ -30,10 +31,11 @@ SECOND_QUESTION = "Summarize the text above in two sentences."
 SMALL_PRINT = "(a model of 135 million parameters: look at how the answer came about rather than at its wisdom)"
 PARAMS = GenerateOptions(max_tokens=64, temperature=0.0)
 TIMELINE_TRIES = 50
+STOP_POLL_S = 0.1
 
 
 def run_demo(config: ClusterConfig, console: Console) -> int:
-    """Returns 0 when the answer came, the parts of its TTFT are known and everything has stopped."""
+    """Returns 0 when the answer came, the parts of its TTFT are known and everything has stopped, INTERRUPTED after a signal."""
     console.step(f"model {config.model.name}: preparing")
     model = prepare_model(config)
     tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
@@ -44,13 +46,25 @@ def run_demo(config: ClusterConfig, console: Console) -> int:
         f"{config.deploy.decode} decode instance, conductor, KV store, registry"
     )
 
-    def serve(_stop: threading.Event) -> int:
-        asyncio.run(_ask(cluster, document, console))
-        return 0
+    def serve(stop: threading.Event) -> int:
+        return asyncio.run(unless_stopped(stop, _ask(cluster, document, console)))
 
     code = run_cluster(cluster, console, serve)
     console.step("everything has stopped")
     return code
+
+
+async def unless_stopped(stop: threading.Event, work: Coroutine[Any, Any, None]) -> int:
+    """Returns 0 when `work` is done, INTERRUPTED when `stop` was set before, which cancels it. Raises: what it raises."""
+    task = asyncio.ensure_future(work)
+    while not task.done() and not stop.is_set():
+        await asyncio.wait([task], timeout=STOP_POLL_S)
+    task.cancel()
+    await asyncio.wait([task])
+    if task.cancelled():
+        return INTERRUPTED
+    task.result()
+    return 0
 
 
 def build_document(count_tokens: Callable[[str], int], *, num_tokens: int = DOCUMENT_TOKENS) -> str:

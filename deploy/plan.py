@@ -155,6 +155,8 @@ def fixed_ports(config: ClusterConfig) -> Iterator[tuple[str, int]]:
         for option, first in (("--http-port", config.deploy.http_port), ("--grpc-port", config.deploy.grpc_port)):
             if port := _numbered_port(first, idx):
                 yield option, port
+    if config.conductor.indexer_port:
+        yield "conductor.indexer_port", config.conductor.indexer_port
 
 
 def service_env(threads: int) -> dict[str, str]:
@@ -344,6 +346,8 @@ def _conductor(
     settings = to_tree(config.conductor) | {"model_dir": str(model_dir)}
     if config.conductor.served_model_name == AUTO:
         settings["served_model_name"] = model_id
+    if idx:  # addresses that only one process can have, of which one tells as much as all
+        settings |= {"kv_event_endpoint": "", "indexer_port": None}
     return _service(
         name=name,
         role="conductor",

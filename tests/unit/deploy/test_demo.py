@@ -1,8 +1,14 @@
 from __future__ import annotations
 
-from deploy.cli import Answer
-from deploy.demo import build_document, findings
+import asyncio
+import threading
+
+import pytest
+
+from deploy.cli import INTERRUPTED, Answer
+from deploy.demo import build_document, findings, unless_stopped
 from moontide.client import Usage
+from moontide.errors import NodeLost
 from moontide.timeline import Span, Timeline, TtftParts
 
 
@@ -38,3 +44,28 @@ def test_findings_state_the_numbers_of_the_run() -> None:
     assert "79 tokens" in text
     assert "6336 of its 6400 tokens" in text
     assert "0.50 s instead of 12.00 s" in text
+
+
+async def test_questions_end_with_the_first_signal() -> None:
+    stop, was_cancelled = threading.Event(), False
+
+    async def ask() -> None:
+        nonlocal was_cancelled
+        stop.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            was_cancelled = True
+            raise
+
+    assert await asyncio.wait_for(unless_stopped(stop, ask()), timeout=10) == INTERRUPTED
+    assert was_cancelled
+
+
+async def test_questions_that_nobody_stops_end_as_they_do() -> None:
+    async def fail() -> None:
+        raise NodeLost("gone")
+
+    assert await unless_stopped(threading.Event(), asyncio.sleep(0)) == 0
+    with pytest.raises(NodeLost):
+        await unless_stopped(threading.Event(), fail())

@@ -104,6 +104,18 @@ def test_conductors_take_every_second_port_from_the_chosen_one() -> None:
     assert [c.grpc for c in plan.conductors] == ["127.0.0.1:9101", "127.0.0.1:9103"]
 
 
+def test_address_that_only_one_process_can_have_goes_to_the_first_conductor() -> None:
+    overrides = (
+        "deploy.conductors=2", "conductor.indexer_port=13333", "conductor.kv_event_endpoint=tcp://127.0.0.1:5557"
+    )  # fmt: skip
+    plan = make_plan(*overrides)
+    first, second = (plan.spec(name).config["conductor"] for name in ("conductor-0", "conductor-1"))
+    assert (first["indexer_port"], first["kv_event_endpoint"]) == (13333, "tcp://127.0.0.1:5557")
+    assert (second["indexer_port"], second["kv_event_endpoint"]) == (None, "")
+    build(CONFIG_CLASSES["conductor"], plan.spec("conductor-1").config)
+    assert ("conductor.indexer_port", 13333) in fixed_ports(load_cluster_config(overrides=overrides))
+
+
 def test_settings_reach_their_service() -> None:
     plan = make_plan(
         "prefill.chunk_tokens=256", "decode.max_batch=3", "kvstore.pool_bytes=33554432", "kv.block_tokens=32"

@@ -58,6 +58,29 @@ def test_chosen_directory_is_kept_and_belongs_to_one_cluster_at_a_time(temp_root
     again.close(keep=False)
 
 
+def test_log_of_an_earlier_run_says_nothing_about_this_one(temp_root: Path) -> None:
+    path = temp_root / "mine"
+    run_dir = RunDir(str(path))
+    run_dir.log_path("a").write_text("cannot start: taken\n")
+    run_dir.close(keep=True)
+    again = RunDir(str(path))
+    assert again.new_log("a") == again.new_log("b") == ""
+    with again.log_path("a").open("a") as log:
+        log.write("cannot start: broken\n")
+    again.log_path("b").write_text("ready\n")
+    assert (again.new_log("a"), again.new_log("b")) == ("cannot start: broken\n", "ready\n")
+    again.close(keep=True)
+
+
+def test_too_long_temporary_directory_is_refused_and_not_left_behind(
+    temp_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.rundir.LONGEST_PATH", 5)
+    with pytest.raises(ConfigError, match="choose a shorter one"):
+        RunDir()
+    assert list(temp_root.iterdir()) == []
+
+
 def test_too_long_and_unusable_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose a shorter one"):
         RunDir("/tmp/" + "x" * LONGEST_PATH)
