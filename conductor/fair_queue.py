@@ -3,7 +3,8 @@
     arrival -> [ turn ] -> choice of nodes -> dispatch -> stage 0
 Groups get only so much work ahead that none of them idles (`conductor.release_queue_s`), so a tenant that floods has its requests here
 and not before another's in the groups. A tenant within its share of what the groups have ahead does not wait at all: stage 0, which
-divides what several conductors send by the same rule, serves it before the others. Work is counted in predicted seconds of prefill.
+divides what several conductors send by the same rule, serves it before the others. Nor does a prompt that is shorter than what its
+tenant has there and here: stage 0 preempts a long one for it. Work is counted in predicted seconds of prefill.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ Stage 0 allows about as much."""
 QUANTUM_S = 0.1
 """Work of a tenant's turn. Requests are not divided, so that of a long prompt is owed in the turns to come."""
 
+STARVED_S = 30.0
+"""While a tenant's oldest request has waited for so long, no shorter one of it goes past."""
+
 _NOTHING_S = 1e-6
 """Less work is an error of rounding."""
 
@@ -35,8 +39,32 @@ _NOTHING_S = 1e-6
 @dataclass(eq=False, kw_only=True)
 class _Waiting:
     share: Share
+    num_tokens: int
     work_s: float
+    since_s: float
     released: asyncio.Future[None]
+
+
+class _Claimed:
+    """Work of one claim, by the size of its prompts: class k holds those of 2^(k-1) tokens and more."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._by_size = [0.0] * 64
+
+    def add(self, num_tokens: int, work_s: float) -> None:
+        self._by_size[num_tokens.bit_length()] += work_s
+
+    def work_s(self, num_tokens: int | None = None) -> float:
+        """Of prompts of about so many tokens and less; by default of all."""
+        return sum(self._by_size if num_tokens is None else self._by_size[: num_tokens.bit_length() + 1])
+
+    def drain(self, done_s: float) -> None:
+        """Short prompts go first."""
+        for size, work_s in enumerate(self._by_size):
+            taken_s = min(work_s, done_s)
+            self._by_size[size] -= taken_s
+            done_s -= taken_s
 
 
 class _Ahead:
@@ -44,32 +72,32 @@ class _Ahead:
 
     def __init__(self) -> None:
         self._at_s = 0.0
-        self.by_claim: dict[tuple[int, str], tuple[Share, float]] = {}
+        self.by_claim: dict[tuple[int, str], _Claimed] = {}
 
     @property
     def total_s(self) -> float:
-        return sum(work_s for _, work_s in self.by_claim.values())
+        return sum(claimed.work_s() for claimed in self.by_claim.values())
 
-    def add(self, share: Share, work_s: float) -> None:
-        self.by_claim[share.key] = share, self.of(share) + work_s
+    def add(self, share: Share, num_tokens: int, work_s: float) -> None:
+        self.by_claim.setdefault(share.key, _Claimed(share)).add(num_tokens, work_s)
 
-    def of(self, share: Share) -> float:
-        return self.by_claim.get(share.key, (share, 0.0))[1]
+    def of(self, share: Share, num_tokens: int) -> float:
+        """What goes before a prompt of so many tokens of the claim."""
+        claimed = self.by_claim.get(share.key)
+        return claimed.work_s(num_tokens) if claimed else 0.0
 
     def drain(self, now_s: float, num_groups: int) -> None:
         """Work of as many seconds as have passed, by each group."""
         left_s, self._at_s = (now_s - self._at_s) * num_groups, now_s
         while self.by_claim and left_s > _NOTHING_S:
             highest = max(priority for priority, _ in self.by_claim)
-            served = [(share, work_s) for share, work_s in self.by_claim.values() if share.priority == highest]
-            weights = sum(share.weight for share, _ in served)
-            done_s = min(left_s, *(work_s / share.weight * weights for share, work_s in served))
-            for share, work_s in served:
-                rest_s = work_s - done_s * share.weight / weights
-                if rest_s > _NOTHING_S:
-                    self.by_claim[share.key] = share, rest_s
-                else:
-                    del self.by_claim[share.key]
+            served = [each for each in self.by_claim.values() if each.share.priority == highest]
+            weights = sum(each.share.weight for each in served)
+            done_s = min(left_s, *(each.work_s() / each.share.weight * weights for each in served))
+            for each in served:
+                each.drain(done_s * each.share.weight / weights)
+                if each.work_s() <= _NOTHING_S:
+                    del self.by_claim[each.share.key]
             left_s -= done_s
 
 
@@ -105,11 +133,13 @@ class FairQueue:
     def waiting_s_of(self, priority_label: str) -> float:
         return sum(map(_work_s, self._queues_of(priority_label)))
 
-    def wait_s(self, share: Share) -> float:
+    def wait_s(self, share: Share, num_tokens: int) -> float:
         """How long a new request of the claim is expected to wait here; 0 while the groups take it at once.
 
         Higher classes and the claim's own requests go before it, and of another tenant's as much as its weight allows meanwhile.
         """
+        if self._goes_past(share, num_tokens):
+            return 0.0
         own_s = _work_s(self._queues.get(share.key, ()))
         ahead_s = own_s
         for key, queue in self._queues.items():
@@ -120,23 +150,31 @@ class FairQueue:
                 ahead_s += min(_work_s(queue), own_s * other.weight / share.weight)
         return ahead_s / max(1, self._num_groups())
 
-    def queue_share(self, share: Share) -> float:
-        """Which part of what a group has ahead goes before a new request of the claim, as stage 0 divides its steps."""
+    def queue_share(self, share: Share, num_tokens: int) -> float:
+        """Which part of what a group has ahead goes before a new prompt of so many tokens of the claim, as stage 0 divides its steps."""
         ahead = self._ahead
         ahead.drain(self._clock.now(), self._num_groups())
         if not ahead.by_claim:
             return 1.0
-        before_s = own_s = ahead.of(share)
-        for key, (other, work_s) in ahead.by_claim.items():
+        before_s = own_s = ahead.of(share, num_tokens)
+        for key, claimed in ahead.by_claim.items():
+            other = claimed.share
             if other.priority > share.priority:
-                before_s += work_s
+                before_s += claimed.work_s()
             elif other.priority == share.priority and key != share.key:
-                before_s += min(work_s, own_s * other.weight / share.weight)
+                before_s += min(claimed.work_s(), own_s * other.weight / share.weight)
         return min(1.0, before_s / ahead.total_s)
 
     @asynccontextmanager
     async def turn(
-        self, tenant: Tenant, *, priority: int, work_s: float, deadline: Deadline, has_begun: bool = False
+        self,
+        tenant: Tenant,
+        *,
+        priority: int,
+        num_tokens: int,
+        work_s: float,
+        deadline: Deadline,
+        has_begun: bool = False,
     ) -> AsyncIterator[None]:
         """Wait for the request's turn. The body dispatches it, so that `room_s` counts its work from then on; it waits for nothing.
 
@@ -145,13 +183,13 @@ class FairQueue:
         share = tenant.share(priority)
         if not self._queues and self._has_room():
             self._turns.ranked([share])
-            self._leave(share, work_s)
-        elif self._is_within_share(share):
-            self._leave(share, work_s)
+            self._leave(share, num_tokens, work_s)
+        elif self._goes_past(share, num_tokens):
+            self._leave(share, num_tokens, work_s)
         else:
             if not has_begun:
-                self._check_limit(tenant, share)
-            await self._wait(share, work_s, deadline)
+                self._check_limit(tenant, share, num_tokens)
+            await self._wait(share, num_tokens, work_s, deadline)
         try:
             yield
         finally:
@@ -166,9 +204,15 @@ class FairQueue:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _wait(self, share: Share, work_s: float, deadline: Deadline) -> None:
+    async def _wait(self, share: Share, num_tokens: int, work_s: float, deadline: Deadline) -> None:
         """Afterwards the work is leaving."""
-        waiting = _Waiting(share=share, work_s=work_s, released=asyncio.get_running_loop().create_future())
+        waiting = _Waiting(
+            share=share,
+            num_tokens=num_tokens,
+            work_s=work_s,
+            since_s=self._clock.now(),
+            released=asyncio.get_running_loop().create_future(),
+        )
         self._queues.setdefault(share.key, deque()).append(waiting)
         self._look_again()
         try:
@@ -185,14 +229,14 @@ class FairQueue:
     def _queues_of(self, priority_label: str) -> Iterator[deque[_Waiting]]:
         return (queue for queue in self._queues.values() if queue[0].share.priority_label == priority_label)
 
-    def _check_limit(self, tenant: Tenant, share: Share) -> None:
+    def _check_limit(self, tenant: Tenant, share: Share, num_tokens: int) -> None:
         limit_s = tenant.max_queued_s
         queued_s = sum(_work_s(queue) for (_, name), queue in self._queues.items() if name == tenant.name)
         if limit_s is not None and queued_s >= limit_s:
             raise Rejected(
                 f"{queued_s:.1f} s of work of tenant {tenant.name} are waiting; its max_queued_s is {limit_s:g}: try again later",
                 reason=RejectReason.TENANT_LIMIT,
-                retry_after_s=self.wait_s(share) * (queued_s - limit_s) / queued_s + RELEASE_PERIOD_S,
+                retry_after_s=self.wait_s(share, num_tokens) * (queued_s - limit_s) / queued_s + RELEASE_PERIOD_S,
             )
 
     def _forget(self, waiting: _Waiting) -> None:
@@ -210,37 +254,71 @@ class FairQueue:
     def _release(self) -> None:
         """Let requests go while the groups take work."""
         self._timer = None
-        while self._queues and self._has_room():
-            first = self._turns.ranked(queue[0].share for queue in self._queues.values())[0]
-            waiting = self._queues[first.key].popleft()
-            self._drop_empty(first)
+        while (waiting := self._next()) is not None:
+            self._queues[waiting.share.key].remove(waiting)
+            self._drop_empty(waiting.share)
             if waiting.released.cancelled():
                 continue  # its task has not come to forget it yet
-            self._leave(first, waiting.work_s)
+            self._leave(waiting.share, waiting.num_tokens, waiting.work_s)
             waiting.released.set_result(None)
         if self._queues:
             self._look_again()
 
-    def _leave(self, share: Share, work_s: float) -> None:
+    def _next(self) -> _Waiting | None:
+        """Who may go now."""
+        if self._queues and self._has_room():
+            first = self._turns.ranked(queue[0].share for queue in self._queues.values())[0]
+            return self._queues[first.key][0]
+        for queue in self._queues.values():
+            shortest = min(queue, key=lambda each: each.num_tokens)
+            if not self._rivals_weight(shortest.share) and self._is_preempted_for(shortest.share, shortest.num_tokens):
+                return shortest
+        return None
+
+    def _leave(self, share: Share, num_tokens: int, work_s: float) -> None:
         self._turns.charge(share, work_s)
         self._leaving_s += work_s
         self._ahead.drain(self._clock.now(), self._num_groups())
-        self._ahead.add(share, work_s)
+        self._ahead.add(share, num_tokens, work_s)
 
     def _has_room(self) -> bool:
         return self._room_s() > self._leaving_s
 
-    def _is_within_share(self, share: Share) -> bool:
-        """Whether the claim, which has nothing that waits, has got less ahead than is due to it beside those of its class that wait."""
-        if not self._num_groups() or any(key == share.key or key[0] > share.priority for key in self._queues):
+    def _goes_past(self, share: Share, num_tokens: int) -> bool:
+        """Whether a new prompt needs not wait: of what is due to the claim beside those of its class that wait, it has got less ahead."""
+        own = self._queues.get(share.key, ())
+        rivals_weight = self._rivals_weight(share)
+        if not rivals_weight:
+            is_shortest = all(each.num_tokens > num_tokens for each in own)
+            return is_shortest and self._is_preempted_for(share, num_tokens)
+        if own or not self._num_groups() or self._is_outranked(share):
             return False
-        rivals = sum(queue[0].share.weight for key, queue in self._queues.items() if key[0] == share.priority)
-        due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals)
-        if not rivals:
-            # Credit is for bursts beside others; alone it would only fill the groups.
-            self._ahead.drain(self._clock.now(), self._num_groups())
-            return self._ahead.of(share) < due_s
+        due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals_weight)
         return self._turns.ahead_s(share) < due_s
+
+    def _is_preempted_for(self, share: Share, num_tokens: int) -> bool:
+        """Whether the groups have less than is due of what goes before a prompt of the only claim of its class that waits: its long
+        prompts are preempted for a shorter one. Not for ever: the oldest that waits is not passed any more after a while.
+
+        Credit does not count, which is for bursts beside others; alone it would only fill the groups.
+        """
+        now_s, own = self._clock.now(), self._queues.get(share.key)
+        is_starving = own is not None and now_s - own[0].since_s > STARVED_S and own[0].num_tokens > num_tokens
+        if is_starving or self._is_outranked(share):
+            return False
+        self._ahead.drain(now_s, self._num_groups())
+        return self._ahead.of(share, num_tokens) < self._release_queue_s * self._num_groups()
+
+    def _is_outranked(self, share: Share) -> bool:
+        return any(priority > share.priority for priority, _ in self._queues)
+
+    def _rivals_weight(self, share: Share) -> float:
+        """Of the other claims of its class that wait."""
+        return sum(
+            queue[0].share.weight
+            for key, queue in self._queues.items()
+            if key[0] == share.priority and key != share.key
+        )
 
     def _drop_empty(self, share: Share) -> None:
         if not self._queues[share.key]:

@@ -430,6 +430,7 @@ class Conductor:
         async with self._turns.turn(
             request.tenant,
             priority=request.priority,
+            num_tokens=len(request.prompt),
             work_s=choice.busy_s,
             deadline=request.deadline,
             has_begun=request.has_begun,
@@ -591,13 +592,14 @@ class Conductor:
             slo=request.slo_left(self.clock.now()),
             avoid=request.avoid,
             may_prefill_locally=request.may_prefill_locally,
-            queue_share=self._turns.queue_share(request.tenant.share(request.priority)),
+            queue_share=self._turns.queue_share(request.tenant.share(request.priority), len(request.prompt)),
         )
 
     def _admit(self, request: _Request, view: ClusterView, choice: Choice) -> None:
         """Raises: Rejected when the SLO of a request that has not begun would not be met."""
         now_s = self.clock.now()
-        waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(request.tenant.share(request.priority))
+        share = request.tenant.share(request.priority)
+        waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(share, len(request.prompt))
         prediction = dataclasses.replace(choice.prediction, queue_s=choice.prediction.queue_s + waits_s)
         verdict = judge(
             "off" if request.has_begun else self._settings.admission,

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from front import until
 
-from conductor.fair_queue import CREDIT_QUEUES, FairQueue
+from conductor.fair_queue import CREDIT_QUEUES, STARVED_S, FairQueue
 from conductor.tenants import Tenant
 from moontide.clock import MonotonicClock
 from moontide.deadline import Deadline
@@ -38,12 +38,15 @@ class Groups:
         tenant: Tenant,
         work_s: float = 1.0,
         *,
+        num_tokens: int = 1000,
         priority: int = 0,
         timeout_s: float = 20.0,
         has_begun: bool = False,
     ) -> None:
         deadline = Deadline.after(timeout_s, MonotonicClock())
-        async with self.queue.turn(tenant, priority=priority, work_s=work_s, deadline=deadline, has_begun=has_begun):
+        async with self.queue.turn(
+            tenant, priority=priority, num_tokens=num_tokens, work_s=work_s, deadline=deadline, has_begun=has_begun
+        ):
             self.got.append(tenant.name)
             self.room_s -= work_s
 
@@ -118,7 +121,7 @@ async def test_who_comes_while_others_wait_waits_too(groups: Groups) -> None:
 async def test_work_that_is_not_dispatched_yet_leaves_no_room_for_more(groups: Groups) -> None:
     groups.room_s = 1.0
     deadline = Deadline.after(20.0, MonotonicClock())
-    async with groups.queue.turn(A, priority=0, work_s=1.5, deadline=deadline):
+    async with groups.queue.turn(A, priority=0, num_tokens=1000, work_s=1.5, deadline=deadline):
         [task] = await groups.waiting((B, 0))
         assert groups.queue.num_waiting == 1
     await task
@@ -192,13 +195,13 @@ async def test_a_request_that_is_cancelled_as_its_turn_comes_costs_nobody_a_turn
 
 async def test_expected_wait_counts_what_goes_before(groups: Groups) -> None:
     queue = groups.queue
-    assert queue.wait_s(A.share(0)) == 0
+    assert queue.wait_s(A.share(0), 1000) == 0
     heavy = Tenant(name="heavy", weight=2.0)
     tasks = await groups.waiting(*[(A, 0)] * 2, *[(heavy, 0)] * 10, *[(B, 1)] * 3, *[(B, -1)] * 5)
-    assert queue.wait_s(B.share(1)) == 3
-    assert queue.wait_s(A.share(0)) == 3 + 2 + 4, "classes above, its own, and twice as much of the heavy tenant"
-    assert queue.wait_s(B.share(0)) == 3, "it has nothing that waits in this class, so its turn is next"
-    assert queue.wait_s(B.share(-1)) == 3 + 2 + 10 + 5
+    assert queue.wait_s(B.share(1), 1000) == 3
+    assert queue.wait_s(A.share(0), 1000) == 3 + 2 + 4, "classes above, its own, and twice as much of the heavy tenant"
+    assert queue.wait_s(B.share(0), 1000) == 3, "it has nothing that waits in this class, so its turn is next"
+    assert queue.wait_s(B.share(-1), 1000) == 3 + 2 + 10 + 5
     groups.room_s = 1000.0
     await asyncio.gather(*tasks)
 
@@ -206,7 +209,7 @@ async def test_expected_wait_counts_what_goes_before(groups: Groups) -> None:
 async def test_groups_share_the_work_that_waits() -> None:
     groups = Groups(num_groups=4)
     tasks = await groups.waiting(*[(A, 0)] * 8)
-    assert groups.queue.wait_s(A.share(0)) == 2
+    assert groups.queue.wait_s(A.share(0), 1000) == 2
     groups.room_s = 1000.0
     await asyncio.gather(*tasks)
 
@@ -228,21 +231,59 @@ async def test_a_tenant_within_its_share_of_what_is_ahead_does_not_wait() -> Non
     await asyncio.gather(*flood, late)
 
 
+async def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_own_tenant() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    assert groups.room_s < 0
+    assert groups.queue.wait_s(A.share(0), 1000) == 0
+    assert groups.queue.queue_share(A.share(0), 1000) == 0, "stage 0 preempts the long one"
+    assert groups.queue.queue_share(A.share(0), 64_000) == 1
+    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
+    await until(lambda: groups.queue.num_waiting == 1)
+    async with asyncio.timeout(0):
+        for _ in range(4):
+            await groups.send(A)
+    [short] = await groups.waiting((A, 0))
+    assert groups.queue.num_waiting == 2, "there is enough of its size in the group"
+    groups.clock.advance(0.5)
+    [last] = await groups.waiting((A, 0))
+    assert groups.queue.num_waiting == 3, "one that is as short waits before it"
+    groups.clock.advance(1.0)
+    await asyncio.gather(short, last)
+    assert not long.done()
+    groups.room_s = 1000.0
+    await long
+
+
+async def test_short_prompts_do_not_go_past_a_long_one_that_has_waited_too_long() -> None:
+    groups = Groups(release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000, timeout_s=60.0))
+    await until(lambda: groups.queue.num_waiting == 1)
+    async with asyncio.timeout(0):
+        await groups.send(A)
+    groups.clock.advance(STARVED_S + 0.1)
+    [short] = await groups.waiting((A, 0))
+    assert groups.queue.num_waiting == 2
+    groups.room_s = 1000.0
+    await asyncio.gather(long, short)
+
+
 async def test_of_what_is_ahead_of_a_group_only_some_goes_before_a_tenants_request() -> None:
     groups = Groups(room_s=1000.0)
     share_of = groups.queue.queue_share
     heavy = Tenant(name="heavy", weight=2.0)
-    assert share_of(A.share(0)) == 1.0, "nothing is known"
+    assert share_of(A.share(0), 1000) == 1.0, "nothing is known"
     await groups.send(A, 5.0)
-    assert share_of(A.share(0)) == 1.0
-    assert share_of(B.share(0)) == 0.0, "it has nothing there, so its turn is next"
+    assert share_of(A.share(0), 1000) == 1.0
+    assert share_of(B.share(0), 1000) == 0.0, "it has nothing there, so its turn is next"
     await groups.send(B, 1.0)
     await groups.send(heavy, 3.0)
     await groups.send(A, 1.0, priority=1)
-    assert share_of(B.share(0)) == pytest.approx((1 + 1 + 2 + 1) / 10), (
+    assert share_of(B.share(0), 1000) == pytest.approx((1 + 1 + 2 + 1) / 10), (
         "as much of a, itself, twice of heavy, and the class above"
     )
-    assert share_of(A.share(1)) == pytest.approx(1 / 10)
+    assert share_of(A.share(1), 1000) == pytest.approx(1 / 10)
 
 
 async def test_what_is_ahead_drains_by_class_and_weight() -> None:
@@ -252,15 +293,15 @@ async def test_what_is_ahead_drains_by_class_and_weight() -> None:
     await groups.send(B, 2.0)
     await groups.send(B, 1.0, priority=1)
     groups.clock.advance(0.5)
-    assert share_of(B.share(1)) == 0, "the higher class is done after half a second of two groups"
-    assert share_of(B.share(0)) == pytest.approx(4 / 10)
+    assert share_of(B.share(1), 1000) == 0, "the higher class is done after half a second of two groups"
+    assert share_of(B.share(0), 1000) == pytest.approx(4 / 10)
     groups.clock.advance(1.0)
-    assert share_of(B.share(0)) == pytest.approx(2 / 8), "each has got one second"
+    assert share_of(B.share(0), 1000) == pytest.approx(2 / 8), "each has got one second"
     groups.clock.advance(2.0)
-    assert share_of(B.share(0)) == 0
-    assert share_of(A.share(0)) == 1
+    assert share_of(B.share(0), 1000) == 0
+    assert share_of(A.share(0), 1000) == 1
     groups.clock.advance(100.0)
-    assert share_of(B.share(0)) == 1, "nothing is ahead"
+    assert share_of(B.share(0), 1000) == 1, "nothing is ahead"
 
 
 async def test_nobody_goes_before_a_higher_class_that_waits() -> None:
@@ -280,5 +321,5 @@ async def test_a_deadline_that_has_passed_ends_at_once(groups: Groups) -> None:
     deadline = Deadline.after(1.0, clock)
     clock.advance(2.0)
     with pytest.raises(DeadlineExceeded):
-        async with groups.queue.turn(A, priority=0, work_s=1.0, deadline=deadline):
+        async with groups.queue.turn(A, priority=0, num_tokens=1000, work_s=1.0, deadline=deadline):
             raise AssertionError("its turn came")
