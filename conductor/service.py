@@ -431,7 +431,8 @@ class Conductor:
             request.tenant,
             priority=request.priority,
             num_tokens=len(request.prompt),
-            work_s=choice.busy_s,
+            # Without what was learned from prompts that others held up: it would count their work twice.
+            work_s=choice.busy_s / choice.corrections.prefill,
             deadline=request.deadline,
             has_begun=request.has_begun,
         ):

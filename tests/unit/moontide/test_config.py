@@ -121,7 +121,7 @@ def test_node_and_registry_refuse_what_cannot_work() -> None:
         RegistryConfig(url="localhost:6379")
     with pytest.raises(ConfigError, match="twice"):
         RegistryConfig(url="redis://h:1/0", heartbeat_s=2.0, lease_s=3.0)
-    with pytest.raises(ConfigError, match="heartbeat_s=0.0 must be above 0"):
+    with pytest.raises(ConfigError, match=r"heartbeat_s=0\.0 must be above 0"):
         RegistryConfig(url="redis://h:1/0", heartbeat_s=0.0, lease_s=0.0)
 
 
