@@ -86,6 +86,11 @@ class _Ahead:
         claimed = self.by_claim.get(share.key)
         return claimed.work_s(num_tokens) if claimed else 0.0
 
+    def longer_s(self, share: Share, num_tokens: int) -> float:
+        """Of the claim, what a prompt of so many tokens goes before."""
+        claimed = self.by_claim.get(share.key)
+        return claimed.work_s() - claimed.work_s(num_tokens) if claimed else 0.0
+
     def drain(self, now_s: float, num_groups: int) -> None:
         """Work of as many seconds as have passed, by each group."""
         left_s, self._at_s = (now_s - self._at_s) * num_groups, now_s
@@ -103,7 +108,13 @@ class _Ahead:
 
 class FairQueue:
     def __init__(
-        self, room_s: Callable[[], float], num_groups: Callable[[], int], *, release_queue_s: float, clock: Clock
+        self,
+        room_s: Callable[[], float],
+        num_groups: Callable[[], int],
+        *,
+        ahead_s: Callable[[], float],
+        release_queue_s: float,
+        clock: Clock,
     ) -> None:
         """
         Args:
@@ -111,8 +122,10 @@ class FairQueue:
             room_s: predicted seconds of work until each prefill group has so much ahead as it may; 0 while there is none; infinite while
                 nothing is predicted.
             num_groups: prefill groups that share the work.
+            ahead_s: predicted seconds of work that they have ahead together.
         """
         self._room_s = room_s
+        self._ahead_s = ahead_s
         self._num_groups = num_groups
         self._release_queue_s = release_queue_s
         self._clock = clock
@@ -271,7 +284,7 @@ class FairQueue:
             return self._queues[first.key][0]
         for queue in self._queues.values():
             shortest = min(queue, key=lambda each: each.num_tokens)
-            if not self._rivals_weight(shortest.share) and self._is_preempted_for(shortest.share, shortest.num_tokens):
+            if self._is_preempted_for(shortest.share, shortest.num_tokens):
                 return shortest
         return None
 
@@ -286,28 +299,34 @@ class FairQueue:
 
     def _goes_past(self, share: Share, num_tokens: int) -> bool:
         """Whether a new prompt needs not wait: of what is due to the claim beside those of its class that wait, it has got less ahead."""
-        own = self._queues.get(share.key, ())
-        rivals_weight = self._rivals_weight(share)
-        if not rivals_weight:
+        if own := self._queues.get(share.key):
             is_shortest = all(each.num_tokens > num_tokens for each in own)
             return is_shortest and self._is_preempted_for(share, num_tokens)
-        if own or not self._num_groups() or self._is_outranked(share):
+        if not self._num_groups() or self._is_outranked(share):
             return False
+        rivals_weight = self._rivals_weight(share)
         due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals_weight)
-        return self._turns.ahead_s(share) < due_s
+        if rivals_weight:
+            return self._turns.ahead_s(share) < due_s
+        # Credit is for bursts beside others; alone it would only fill the groups.
+        self._ahead.drain(self._clock.now(), self._num_groups())
+        return self._ahead.of(share, num_tokens) < due_s
 
     def _is_preempted_for(self, share: Share, num_tokens: int) -> bool:
-        """Whether the groups have less than is due of what goes before a prompt of the only claim of its class that waits: its long
-        prompts are preempted for a shorter one. Not for ever: the oldest that waits is not passed any more after a while.
+        """Whether groups that take no more would, but for longer prompts of the claim: they preempt these for a shorter one.
 
-        Credit does not count, which is for bursts beside others; alone it would only fill the groups.
+        Not for ever: the oldest that waits is passed by no shorter one any more after a while.
         """
-        now_s, own = self._clock.now(), self._queues.get(share.key)
-        is_starving = own is not None and now_s - own[0].since_s > STARVED_S and own[0].num_tokens > num_tokens
-        if is_starving or self._is_outranked(share):
+        own = self._queues.get(share.key)
+        waited_s = self._clock.now() - own[0].since_s if own and own[0].num_tokens > num_tokens else 0.0
+        if waited_s > STARVED_S or self._is_outranked(share) or self._rivals_weight(share):
             return False
-        self._ahead.drain(now_s, self._num_groups())
-        return self._ahead.of(share, num_tokens) < self._release_queue_s * self._num_groups()
+        self._ahead.drain(self._clock.now(), self._num_groups())
+        before_s = self._ahead_s() + self._leaving_s
+        if longer_s := self._ahead.longer_s(share, num_tokens):
+            total_s = self._ahead.total_s
+            before_s *= (total_s - longer_s) / total_s
+        return before_s < self._release_queue_s * self._num_groups()
 
     def _is_outranked(self, share: Share) -> bool:
         return any(priority > share.priority for priority, _ in self._queues)

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 
 from conductor.config import ConductorConfig
-from conductor.cost import CostModel
+from conductor.cost import Column, CostModel
 from conductor.policies import policy_named
 from conductor.recovery import FailedNodes
 from conductor.registry import NodeRegistry
@@ -114,5 +114,13 @@ class Placement:
             return inf if isinstance(self.view(trusting=True), ClusterView) else 0.0
         if not view.is_timed:
             return inf
-        ahead_s = np.maximum(self._work.prefill_free_from_s - self._clock.now(), 0.0)
-        return float(np.maximum(self._release_queue_s - ahead_s, 0.0).sum())
+        return float(np.maximum(self._release_queue_s - self._ahead_s(self._work), 0.0).sum())
+
+    def ahead_s(self) -> float:
+        """Predicted seconds of work that all prefill groups together have ahead; 0 while there are none."""
+        self.view()
+        return 0.0 if self._work is None else float(self._ahead_s(self._work).sum())
+
+    def _ahead_s(self, work: SentWork) -> Column:
+        ahead_s: Column = np.maximum(work.prefill_free_from_s - self._clock.now(), 0.0)
+        return ahead_s

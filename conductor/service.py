@@ -189,6 +189,7 @@ class Conductor:
         self._turns = FairQueue(
             self._placement.room_s,
             lambda: self._placement.num_groups,
+            ahead_s=self._placement.ahead_s,
             release_queue_s=self._settings.release_queue_s,
             clock=clock,
         )

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from front import until
 
-from conductor.fair_queue import CREDIT_QUEUES, STARVED_S, FairQueue
+from conductor.fair_queue import CREDIT_QUEUES, RELEASE_PERIOD_S, STARVED_S, FairQueue
 from conductor.tenants import Tenant
 from moontide.clock import MonotonicClock
 from moontide.deadline import Deadline
@@ -30,7 +30,11 @@ class Groups:
         self.got: list[str] = []
         self.clock = FakeClock()
         self.queue = FairQueue(
-            lambda: self.room_s, lambda: self.num_groups, release_queue_s=release_queue_s, clock=self.clock
+            lambda: self.room_s,
+            lambda: self.num_groups,
+            ahead_s=lambda: max(0.0, release_queue_s * self.num_groups - self.room_s),
+            release_queue_s=release_queue_s,
+            clock=self.clock,
         )
 
     async def send(
@@ -255,8 +259,20 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_own_tenant() -
     await long
 
 
+async def test_groups_that_are_slower_than_predicted_get_no_more_for_it() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    for _ in range(4):
+        await groups.send(A)
+    [waiting] = await groups.waiting((A, 0))
+    groups.clock.advance(60.0)
+    await asyncio.sleep(2 * RELEASE_PERIOD_S)
+    assert not waiting.done(), "by prediction all is done, but the groups report that nothing is"
+    groups.room_s = 1.0
+    await waiting
+
+
 async def test_short_prompts_do_not_go_past_a_long_one_that_has_waited_too_long() -> None:
-    groups = Groups(release_queue_s=4.0)
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
     await groups.send(A, 16.0, num_tokens=64_000)
     long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000, timeout_s=60.0))
     await until(lambda: groups.queue.num_waiting == 1)

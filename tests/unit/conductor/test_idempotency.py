@@ -92,7 +92,7 @@ class Conductor:
             request_id=RequestId(request_id),
             prompt=prompt or TextPrompt(text=PROMPT),
             params=GenerateParams(**params),  # type: ignore[arg-type]
-            arrival_s=MonotonicClock().now(),
+            arrival_s=self.answers._clock.now(),
         )
         return self.answers.generate(submission, key=key, tenant=tenant, make=self.make)
 
