@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 
 from kvstore.block import BLOCK_HASH_BYTES, BlockHash
 from kvstore.eviction import EVICTION_POLICIES
@@ -231,7 +231,7 @@ def main() -> None:
             "max_abs_diff_oracle": max(oracle_diffs),
             "prompts_unlike_oracle": num_different,
             "cpu_us_per_block": round(median(us_per_block), 2),
-            "others_share": round(watch.others_share(), 3),
+            **noise(watch.others_share()),
             **machine(),
         }
     )

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from conductor_decisions import Decider, synthetic_nodes
 from conductor_index import Corpus, Prompt, make_corpus, node_name, read_snapshot, snapshot_server
-from harness import CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 from prometheus_client import CollectorRegistry
 
 from conductor.index_follower import IndexFollower
@@ -311,7 +311,7 @@ def main() -> None:
             **followed,
             **{f"ratio_{name}": round(median(found), 2) for name, found in ratios.items()},
             **{f"peer_{name}": value for name, value in peer_about.items()},
-            "others_cpu_share": round(watch.others_share(), 3),
+            **noise(watch.others_share()),
             **machine(),
         }
     )

@@ -8,7 +8,16 @@
 3. Four and eight stages, paced (steps sleep instead of computing): the measured efficiency against m / (m + P - 1).
 
 Each cluster first gets a prompt of a quarter of the length, which is left out. A pair in which other programs used more than 5 % of
-the CPU is run again. Speedups are medians over the pairs, so a machine that is slower for a while changes both sides of one.
+the CPU is run again, up to twice, and the quietest counts. Speedups are medians over the pairs, so a machine that is slower for a
+while changes both sides of one.
+
+Two predictions of the makespan are compared with the measured one:
+
+    prediction_error   sum of one-step-ahead predictions: what was expected of each step when it ended, by models that are fitted again
+                       after every step, also during the prompt
+    forecast_error     what the conductor expected of the whole prefill before it sent the prompt
+
+Their largest medians without a sign are prediction_error_max and forecast_error_max (the pipeline), forecast_error_max_whole_system.
 """
 
 from __future__ import annotations
@@ -19,13 +28,14 @@ import dataclasses
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result, timeline_of
+from harness import CpuWatch, Prompts, cluster, machine, noise, print_result, quietest, timeline_of
 from paced_models import VOCAB_SIZE, byte_tokenizer, write_paced_model
 
 from deploy.gantt import busy_s, predicted_makespan_s, stage_chunks
@@ -35,6 +45,7 @@ from moontide.timeline import Timeline
 
 MOST_ATTEMPTS = 3
 
+MODELS = ("smollm2", "32k")
 PIPELINE = ("prefill.push=after-prefill",)
 WHOLE_SYSTEM = ("deploy.launcher=ray",)
 
@@ -47,9 +58,9 @@ class Run:
     makespan_s: float
     """First chunk enters stage 0 - last chunk leaves the last stage."""
     predicted_s: float
-    """Makespan by the step models that stage 0 had when each step ended; 0 without."""
+    """Makespan if every step took what models fitted to the steps before it expected; 0 without."""
     forecast_s: float
-    """Time of the prefill that the conductor expected before it sent the prompt there."""
+    """Time of the whole prefill that the conductor expected before it sent the prompt there."""
     num_chunks: int
     overlap_of_ideal: float
     """Busy share of the stages over that of an ideal pipeline of equal chunks, m / (m + P - 1)."""
@@ -58,10 +69,12 @@ class Run:
 
     @property
     def prediction_error(self) -> float:
+        """Of the models one step ahead, while the prompt runs."""
         return self.predicted_s / self.makespan_s - 1
 
     @property
     def forecast_error(self) -> float:
+        """Of the whole prompt, before it starts."""
         return self.forecast_s / self.makespan_s - 1
 
 
@@ -76,6 +89,10 @@ class Series:
 
     def ratio(self, value: Callable[[Run], float]) -> float:
         return median(value(one) / value(more) for one, more in zip(*self.runs.values(), strict=True))
+
+    def largest(self, value: Callable[[Run], float]) -> float:
+        """Of the medians for each number of stages, without their signs."""
+        return max(abs(median(map(value, runs))) for runs in self.runs.values())
 
 
 async def ask(client: MoontideClient, prompt: Sequence[int]) -> Run:
@@ -124,21 +141,27 @@ def compare(
     most_of_others = 0.0
     for number in range(runs):
         warm_up, prompt = take(num_tokens // 4), take(num_tokens)
-        for attempt in range(1, MOST_ATTEMPTS + 1):
-            pair: dict[int, Run] = {}
-            shares: list[float] = []
-            for count in stages if number % 2 else reversed(stages):
-                with cluster([*settings, f"deploy.stages={count}"]) as running:
-                    pair[count], others_share = asyncio.run(_ask_twice(running.grpc_address, warm_up, prompt))
-                shares.append(others_share)
-                _print_run(f"{name}  run {number}  P={count}", pair[count], others_share)
-            if max(shares) <= NOISY_SHARE:
-                break
-            print(f"{name}: others used {max(shares):.0%} of the CPU, attempt {attempt} of {MOST_ATTEMPTS}", flush=True)
-        most_of_others = max(most_of_others, *shares)
+        order = stages if number % 2 else stages[::-1]
+        ask_all = partial(_ask_each, f"{name}  run {number}", settings, order, warm_up, prompt)
+        pair, others_share = quietest(ask_all, attempts=MOST_ATTEMPTS)
+        most_of_others = max(most_of_others, others_share)
         for count, run in pair.items():
             results[count].append(run)
     return Series(results, most_of_others)
+
+
+def _ask_each(
+    title: str, settings: Sequence[str], stages: Sequence[int], warm_up: Sequence[int], prompt: Sequence[int]
+) -> tuple[dict[int, Run], float]:
+    """The run of `prompt` on a cluster of each number of stages, and the most that others used of the CPU during one."""
+    found: dict[int, Run] = {}
+    shares: list[float] = []
+    for count in stages:
+        with cluster([*settings, f"deploy.stages={count}"]) as running:
+            found[count], others_share = asyncio.run(_ask_twice(running.grpc_address, warm_up, prompt))
+        shares.append(others_share)
+        _print_run(f"{title}  P={count}", found[count], others_share)
+    return found, max(shares)
 
 
 def _print_run(title: str, run: Run, others_share: float) -> None:
@@ -164,7 +187,7 @@ def summary(series: Series, prompt_tokens: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "speedup_makespan": round(series.ratio(lambda run: run.makespan_s), 3),
         "speedup_ttft": round(series.ratio(lambda run: run.ttft_s), 3),
-        "cpu_share_of_others": round(series.others_share, 3),
+        **noise(series.others_share),
     }
     for stages, runs in series.runs.items():
         found[f"p{stages}"] = {
@@ -179,6 +202,31 @@ def summary(series: Series, prompt_tokens: int) -> dict[str, Any]:
             "samples_makespan_s": [round(run.makespan_s, 3) for run in runs],
         }
     return found
+
+
+def result(series: Mapping[str, Series]) -> dict[str, Any]:
+    """The figures over several series; `series` has both of each of MODELS, by their names in the result."""
+    pipeline = [series[name] for name in MODELS]
+    whole_system = [series[f"{name}_whole_system"] for name in MODELS]
+
+    def forecast_error_max(of: Sequence[Series]) -> float:
+        return round(max(each.largest(lambda run: run.forecast_error) for each in of), 4)
+
+    return {
+        **{
+            f"speedup_p2_{name}": round(each.ratio(lambda run: run.makespan_s), 3)
+            for name, each in zip(MODELS, pipeline, strict=True)
+        },
+        **{
+            f"speedup_p2_{name}_whole_system": round(each.ratio(lambda run: run.ttft_s), 3)
+            for name, each in zip(MODELS, whole_system, strict=True)
+        },
+        "prediction_error_max": round(max(each.largest(lambda run: run.prediction_error) for each in pipeline), 4),
+        "forecast_error_max": forecast_error_max(pipeline),
+        "forecast_error_max_whole_system": forecast_error_max(whole_system),
+        "tau_ms": round(1000 * max(each.largest(lambda run: run.tau_s) for each in pipeline), 3),
+        **noise(max(each.others_share for each in series.values())),
+    }
 
 
 def closed_form_share(runs: Sequence[Run], stages: int, node: StepModel, work_s: float) -> float:
@@ -221,7 +269,7 @@ def write_dummy_llama(directory: Path, *, max_context: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--whole-system-runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -276,20 +324,9 @@ def main() -> None:
             runs=2,
         )
     work_s = node.token_s * args.paced_tokens + node.pair_s * args.paced_tokens**2 / 2
-    measured = [runs for name in models for runs in series[name].runs.values()]
     print_result(
         {
-            **{f"speedup_p2_{name}": round(series[name].ratio(lambda run: run.makespan_s), 3) for name in models},
-            **{
-                f"speedup_p2_{name}_whole_system": round(
-                    series[f"{name}_whole_system"].ratio(lambda run: run.ttft_s), 3
-                )
-                for name in models
-            },
-            "prediction_error_max": round(
-                max(abs(median(run.prediction_error for run in runs)) for runs in measured), 4
-            ),
-            "tau_ms": round(1000 * max(median(run.tau_s for run in runs) for runs in measured), 3),
+            **result({**series, "paced": paced}),
             "paced_share_of_closed_form": {
                 f"p{stages}": round(closed_form_share(runs, stages, node, work_s), 3)
                 for stages, runs in paced.runs.items()
@@ -300,7 +337,6 @@ def main() -> None:
                 for suffix in ("", "_whole_system")
             },
             "paced": summary(paced, args.paced_tokens),
-            "noisy": max(each.others_share for each in series.values()) > NOISY_SHARE,
             "runs": args.runs,
             "seed": args.seed,
             **machine(),

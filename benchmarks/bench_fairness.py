@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import CpuWatch, cluster, machine, print_result
+from harness import CpuWatch, cluster, machine, noise, print_result
 from load import VOCABULARY, Arrival, percentile, poisson
 from paced_models import write_paced_model
 
@@ -165,7 +165,7 @@ def main() -> None:
             "phases": phases,
             "paced": True,
             "stages": STAGES,
-            "cpu_share_of_others": round(watch.others_share(), 3),
+            **noise(watch.others_share()),
             "seed": args.seed,
             **machine(),
         }

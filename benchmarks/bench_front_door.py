@@ -38,7 +38,7 @@ from statistics import median
 from typing import Any
 
 import yaml
-from harness import NOISY_SHARE, CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 
 from deploy.local import find_binaries
 from model_runner.model_source import resolve_model
@@ -349,8 +349,7 @@ def main() -> None:
             "rounds": args.rounds,
             "seconds": args.seconds,
             "seed": args.seed,
-            "cpu_share_of_others": round(others_share, 3),
-            "noisy": others_share > NOISY_SHARE,
+            **noise(others_share),
             **machine(),
         }
     )

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import NOISY_SHARE, CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 from redis.exceptions import RedisError
 
 from moontide.client import GenerateOptions, MoontideClient
@@ -313,8 +313,7 @@ def main() -> None:
             "benchmark": "ha",
             **result,
             "machine": machine(),
-            "others_cpu_share": round(share, 3),
-            "noisy": share > NOISY_SHARE,
+            **noise(share),
         }
     )
 

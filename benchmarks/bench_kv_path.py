@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import NOISY_SHARE, CpuWatch, cluster, machine, print_result, timeline_of
+from harness import CpuWatch, cluster, machine, noise, print_result, timeline_of
 from kv_bandwidth import LARGE_KIB, SizeResult, measure
 from line_chart import Chart
 from paced_models import NUM_LAYERS, VOCAB_SIZE, PacedModel, write_paced_model
@@ -216,7 +216,7 @@ def run_layerwise(model: PacedModel, hosts: Hosts, *, is_netns: bool, seed: int)
     overheads = {push: {length: found.overhead(push, length) for length in LENGTHS} for push in PUSHES}
     serialised = overheads["after-prefill"]
     result = {
-        "layerwise_cpu_share_of_others": round(median(shares), 3),
+        "layerwise_others_cpu_share": round(median(shares), 3),
         "layerwise_overhead_max": round(max(overheads["layer-wise"].values()), 4),
         "layerwise_overhead": _rounded(overheads["layer-wise"]),
         "serialised_overhead": _rounded(serialised),
@@ -276,7 +276,7 @@ def run_handoff(model: PacedModel, hosts: Hosts, *, seed: int) -> dict[str, Any]
         )
     first, last = handoff_ms[HANDOFF_LENGTHS[0]], handoff_ms[HANDOFF_LENGTHS[-1]]
     return {
-        "handoff_cpu_share_of_others": round(others_share, 3),
+        "handoff_others_cpu_share": round(others_share, 3),
         "handoff_ms": _rounded(handoff_ms),
         "stored_after_compute_ms": _rounded(
             {
@@ -315,7 +315,7 @@ def run_bandwidth() -> dict[str, Any]:
                 flush=True,
             )
         result[name] = {size.object_kib: _size_summary(size) for size in sizes}
-        result[f"{name}_cpu_share_of_others"] = round(found.others_share, 3)
+        result[f"{name}_others_cpu_share"] = round(found.others_share, 3)
         if not is_own_host:
             result |= {
                 "client_vs_engine": round(min(s.client_share for s in sizes if s.object_kib >= LARGE_KIB), 3),
@@ -391,8 +391,8 @@ def main() -> None:
                 draw(result, args.chart)
         if "handoff" in wanted:
             result |= run_handoff(model, hosts if args.netns else loopback, seed=args.seed)
-    noisy = [name for name, value in result.items() if name.endswith("_cpu_share_of_others") and value > NOISY_SHARE]
-    print_result({**result, "noisy": noisy, "seed": args.seed, **machine()})
+    shares = [value for name, value in result.items() if name.endswith("_others_cpu_share")]
+    print_result({**result, **noise(max(shares)), "seed": args.seed, **machine()})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ Three ways to put prompts through the same pipeline, which differ in one decisio
 
 and three loads: one long prompt; eight long prompts at once; 95 % short and 5 % long ones. Four paced stages (steps sleep for the time that
 a profile says; scheduler, links, pages, puts and store are real), and two real stages of the built-in model for the first two loads.
+
+A mode during which other programs used more than 5 % of the CPU is run once more; the quieter run counts.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ import asyncio
 import dataclasses
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import CpuWatch, cluster, machine, print_result
-from load import Arrival, percentile, poisson, run_load, stage_times
+from harness import CpuWatch, cluster, machine, noise, print_result, quietest
+from load import Arrival, Served, percentile, poisson, run_load, stage_times
 from paced_models import write_paced_model
 
 from moontide.perf_model import StepModel
 
+MOST_ATTEMPTS = 2
 MODES = ("request-pp", "chunked-serial", "cpp")
 NODE = StepModel(overhead_s=0.002, token_s=0.0002, pair_s=3e-9)
 """The whole model on one node: 8.2 s for a long prompt of 32k tokens, of which attention is a fifth."""
@@ -49,44 +53,62 @@ def loads(long_tokens: int, *, seed: int) -> dict[str, list[Arrival]]:
     }
 
 
-def run_mode(settings: Sequence[str], mode: str, named_loads: dict[str, list[Arrival]], *, seed: int) -> dict[str, Any]:
-    """Every load on a fresh cluster of this mode, after one small prompt as a warm-up."""
+def summary(served: Sequence[Served], bubble_share: float) -> dict[str, float]:
+    """What one mode made of one load."""
+    ttfts = [each.ttft_s for each in served]
+    return {
+        "ttft_median_s": round(median(ttfts), 3),
+        "ttft_p99_s": round(percentile(ttfts, 0.99), 3),
+        "tokens_per_s": round(
+            sum(each.arrival.num_tokens for each in served) / max(each.ended_s for each in served), 1
+        ),
+        "bubble_share": round(bubble_share, 3),
+    }
+
+
+def run_mode(
+    settings: Sequence[str], mode: str, named_loads: dict[str, list[Arrival]], *, seed: int
+) -> tuple[dict[str, Any], float]:
+    """Every load on a fresh cluster of this mode, after one small prompt as a warm-up; and others' share of the CPU."""
     results: dict[str, Any] = {}
     # The conductor holds nothing back: what a mode does with many prompts is compared, and it counts with cpp's times.
     with cluster([*settings, f"prefill.mode={mode}", "conductor.release_queue_s=1000000"]) as running:
         asyncio.run(run_load(running.grpc_address, [Arrival(0.0, 128, "warm-up")], seed=seed))
+        watch = CpuWatch()
         for number, (name, arrivals) in enumerate(named_loads.items()):
             before = stage_times(running)
             served = asyncio.run(run_load(running.grpc_address, arrivals, seed=seed + 1 + number))
-            ttfts = [each.ttft_s for each in served]
-            results[name] = {
-                "ttft_median_s": round(median(ttfts), 3),
-                "ttft_p99_s": round(percentile(ttfts, 0.99), 3),
-                "tokens_per_s": round(sum(a.num_tokens for a in arrivals) / max(each.ended_s for each in served), 1),
-                "bubble_share": round(stage_times(running).bubble_share_since(before), 3),
-            }
+            results[name] = summary(served, stage_times(running).bubble_share_since(before))
             print(f"{mode:15} {name:11} {results[name]}", flush=True)
-    return results
+        return results, watch.others_share()
+
+
+def run_modes(
+    settings: Sequence[str], named_loads: dict[str, list[Arrival]], *, seed: int
+) -> tuple[dict[str, Any], float]:
+    """By mode; and the most that others used during any that counts."""
+    found = {
+        mode: quietest(partial(run_mode, settings, mode, named_loads, seed=seed), attempts=MOST_ATTEMPTS)
+        for mode in MODES
+    }
+    return {mode: results for mode, (results, _) in found.items()}, max(share for _, share in found.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--smollm2-tokens", type=int, default=4096, help="length of a long prompt of the built-in model"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    watch = CpuWatch()
     with tempfile.TemporaryDirectory() as folder:
         model = write_paced_model(Path(folder), **dataclasses.asdict(NODE))
-        settings = model.settings_for(PACED_STAGES)
-        paced = {mode: run_mode(settings, mode, loads(LONG_TOKENS, seed=args.seed), seed=args.seed) for mode in MODES}
+        paced, paced_share = run_modes(
+            model.settings_for(PACED_STAGES), loads(LONG_TOKENS, seed=args.seed), seed=args.seed
+        )
     real_loads = loads(args.smollm2_tokens, seed=args.seed)
     del real_loads["mix"]
-    real = {
-        mode: run_mode(["deploy.stages=2", "prefill.num_pages=1024"], mode, real_loads, seed=args.seed)
-        for mode in MODES
-    }
+    real, real_share = run_modes(["deploy.stages=2", "prefill.num_pages=1024"], real_loads, seed=args.seed)
     print_result(
         {
             "paced_p4": paced,
@@ -100,7 +122,7 @@ def main() -> None:
                 "smollm2_p2": _ratio(real, "eight_long"),
             },
             "smollm2_tokens": args.smollm2_tokens,
-            "cpu_share_of_others": round(watch.others_share(), 3),
+            **noise(max(paced_share, real_share)),
             "seed": args.seed,
             **machine(),
         }

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result, timeline_of
+from harness import CpuWatch, Prompts, cluster, machine, noise, print_result, timeline_of
 
 from deploy.gantt import stage_chunks
 from moontide.client import GenerateOptions, MoontideClient
@@ -189,6 +189,20 @@ async def measure(
     return samples, pauses
 
 
+def result(samples: Sequence[Sample], pauses: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """What the short prompts and the pauses of each stage in the long ones say."""
+    by_transport = {
+        name: summary([sample for sample in samples if sample.transport == name]) for name in ("http", "grpc")
+    }
+    return {
+        "ttft_overhead_ms": max(found["overhead_ms"] for found in by_transport.values()),
+        **by_transport,
+        "tau_ms": [round(1000 * median(found), 3) if found else None for found in pauses],
+        "tau_p90_ms": [round(1000 * sorted(found)[len(found) * 9 // 10], 3) if found else None for found in pauses],
+        "tau_samples": [len(found) for found in pauses],
+    }
+
+
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     """Medians in milliseconds."""
 
@@ -229,19 +243,11 @@ def main() -> None:
             )
         )
         others_share = watch.others_share()
-    by_transport = {
-        name: summary([sample for sample in samples if sample.transport == name]) for name in ("http", "grpc")
-    }
     print_result(
         {
-            "ttft_overhead_ms": max(found["overhead_ms"] for found in by_transport.values()),
-            **by_transport,
-            "tau_ms": [round(1000 * median(found), 3) if found else None for found in pauses],
-            "tau_p90_ms": [round(1000 * sorted(found)[len(found) * 9 // 10], 3) if found else None for found in pauses],
-            "tau_samples": [len(found) for found in pauses],
+            **result(samples, pauses),
             "long_prompt_tokens": args.long_tokens,
-            "cpu_share_of_others": round(others_share, 3),
-            "noisy": others_share > NOISY_SHARE,
+            **noise(others_share),
             "runs": args.runs,
             "seed": args.seed,
             **machine(),

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, print_result
+from harness import NOISY_SHARE, CpuWatch, Prompts, cluster, machine, noise, print_result
 
 from deploy.gantt import stage_chunks
 from model_runner.model_source import resolve_model
@@ -237,40 +237,36 @@ def main() -> None:
             side = stack.enter_context(peer_side(name, args.peers_dir, model_dir, warm_up))
             sides += [side] if side is not None else []
         measure(sides, prompts, tokens=args.tokens, runs=args.runs)
-    report(sides, args)
+    print_result({**result(sides, tokens=args.tokens, runs=args.runs), "seed": args.seed, **machine()})
 
 
-def report(sides: Sequence[Side], args: argparse.Namespace) -> None:
-    counted = {side.name: side.quietest(args.runs) for side in sides}
+def result(sides: Sequence[Side], *, tokens: int, runs: int) -> dict[str, Any]:
+    """What the quietest answers of each side say."""
+    counted = {side.name: side.quietest(runs) for side in sides}
     prefill_s = {name: median(answer.prefill_s for answer in answers) for name, answers in counted.items()}
-    noise = max(answer.others_share for answers in counted.values() for answer in answers)
-    print_result(
-        {
-            "tokens_per_s_p1": round(args.tokens / prefill_s["moontide-p1"], 1),
-            "tokens_per_s_p2": round(args.tokens / prefill_s["moontide-p2"], 1),
-            **{
-                key: round(prefill_s[name] / prefill_s["moontide-p2"], 3) if name in prefill_s else None
-                for name, key in RESULT_NAMES.items()
-            },
-            "sides": {
-                side.name: {
-                    "engine": side.engine,
-                    "precision": side.precision,
-                    "threads": side.threads,
-                    "tokens_per_s": round(args.tokens / prefill_s[side.name], 1),
-                    "samples_s": [round(answer.prefill_s, 3) for answer in counted[side.name]],
-                    "first_tokens": [answer.token_id for answer in counted[side.name]],
-                }
-                for side in sides
-            },
-            "prompt_tokens": args.tokens,
-            "cpu_share_of_others": round(noise, 3),
-            "noisy": noise > NOISY_SHARE,
-            "runs": args.runs,
-            "seed": args.seed,
-            **machine(),
-        }
-    )
+    others_share = max(answer.others_share for answers in counted.values() for answer in answers)
+    return {
+        "tokens_per_s_p1": round(tokens / prefill_s["moontide-p1"], 1),
+        "tokens_per_s_p2": round(tokens / prefill_s["moontide-p2"], 1),
+        **{
+            key: round(prefill_s[name] / prefill_s["moontide-p2"], 3) if name in prefill_s else None
+            for name, key in RESULT_NAMES.items()
+        },
+        "sides": {
+            side.name: {
+                "engine": side.engine,
+                "precision": side.precision,
+                "threads": side.threads,
+                "tokens_per_s": round(tokens / prefill_s[side.name], 1),
+                "samples_s": [round(answer.prefill_s, 3) for answer in counted[side.name]],
+                "first_tokens": [answer.token_id for answer in counted[side.name]],
+            }
+            for side in sides
+        },
+        "prompt_tokens": tokens,
+        **noise(others_share),
+        "runs": runs,
+    }
 
 
 if __name__ == "__main__":

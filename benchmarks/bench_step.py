@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import NOISY_SHARE, CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 
 from model_runner.kv_cache import TORCH_DTYPES
 from model_runner.model_source import ModelSource, load_config, load_model_info, resolve_model
@@ -350,8 +350,7 @@ def main() -> None:
         {
             **bench.result(),
             "complete_rounds": num_rounds,
-            "cpu_share_of_others": round(others, 3),
-            "noisy": others > NOISY_SHARE,
+            **noise(others),
             **machine(),
         }
     )

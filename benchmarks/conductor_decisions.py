@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from harness import CpuWatch, machine, print_result
+from harness import CpuWatch, machine, noise, print_result
 
 from conductor.cost import CostModel
 from conductor.options import Need
@@ -180,7 +180,7 @@ def main() -> None:
             "groups": args.groups,
             "instances": args.instances,
             "view_ms": round(view_ms, 1),
-            "others_cpu_share": round(watch.others_share(), 3),
+            **noise(watch.others_share()),
             **machine(),
         }
     )

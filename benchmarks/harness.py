@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -29,6 +29,8 @@ NOISY_SHARE = 0.05
 """Others' share of the machine's CPU above which a run calls itself noisy."""
 
 TIMELINE_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
 
 # What benchmarks share with the tests is no installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -87,6 +89,28 @@ class CpuWatch:
         elapsed_ticks = (time.monotonic() - self._start_s) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
         foreign = (_busy_ticks() - self._total) - (_own_ticks() - self._own)
         return max(0.0, foreign / elapsed_ticks)
+
+
+def noise(others_share: float) -> dict[str, Any]:
+    """How far others disturbed a run, by the keys of every result with measured times."""
+    share = round(others_share, 3)
+    return {"others_cpu_share": share, "noisy": share > NOISY_SHARE}
+
+
+def quietest(measure: Callable[[], tuple[T, float]], *, attempts: int) -> tuple[T, float]:
+    """Measure until others used no more than NOISY_SHARE of the CPU, at most `attempts` times.
+
+    Args:
+        measure: returns a result, and others' share meanwhile.
+    Returns: the least disturbed of them.
+    """
+    found: list[tuple[T, float]] = []
+    while len(found) < attempts:
+        found.append(measure())
+        if found[-1][1] <= NOISY_SHARE:
+            break
+        print(f"others used {found[-1][1]:.0%} of the CPU, attempt {len(found)} of {attempts}", flush=True)
+    return min(found, key=lambda each: each[1])
 
 
 def machine() -> dict[str, Any]:

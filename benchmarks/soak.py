@@ -29,7 +29,7 @@ from statistics import linear_regression
 from typing import Any
 
 import httpx
-from harness import CpuWatch, cluster, machine, print_result
+from harness import CpuWatch, cluster, machine, noise, print_result
 
 from deploy.local import LocalCluster
 from kvstore.access import KvConfig
@@ -371,10 +371,8 @@ def main() -> int:
     with cluster(settings) as running:
         tally, looks = asyncio.run(soak(running, layout, minutes=args.minutes, sample_s=args.sample_s, seed=args.seed))
         result = summary(tally, looks, running.news())
-    others_share = round(watch.others_share(), 3)
-    print_result(
-        {**result, "minutes": args.minutes, "model": args.model, "cpu_share_of_others": others_share, **machine()}
-    )
+    others_share = watch.others_share()
+    print_result({**result, "minutes": args.minutes, "model": args.model, **noise(others_share), **machine()})
     return 1 if result["broken"] else 0
 
 

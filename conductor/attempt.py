@@ -380,6 +380,7 @@ class Attempt:
             self._record.add("decode", pulled_s, self._clock.now())
 
     def _add_prefill_spans(self, completed: prefill_pb2.PrefillCompleted, arrived_s: float) -> None:
+        self._record.plan = completed.plan
         self._add_remote(completed.spans, min(self._prefill_origin_s, arrived_s - completed.age_s))
 
     def _add_remote(self, spans: Sequence[common_pb2.Span], origin_s: float) -> None:

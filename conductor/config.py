@@ -23,7 +23,7 @@ class ConductorSettings:
     model_id: str = ""
     """Use only nodes that announce this model; empty: the registry must hold nodes of one model only."""
     max_attempts: int = 4
-    """Times in a row that one request is started without a new token before a failure of nodes is reported to the client."""
+    """Times in a row that one request is started without a new token or more sealed blocks before the client is told of the failure."""
     nodes_wait_s: float = 60.0
     """Time that new requests wait for nodes when the last one of a role has gone, as while the only group starts again; 0: not at all."""
     default_timeout_s: float = 600.0

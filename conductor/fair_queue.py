@@ -3,8 +3,8 @@
     arrival -> [ turn ] -> choice of nodes -> dispatch -> stage 0
 Groups get only so much work ahead that none of them idles (`conductor.release_queue_s`), so a tenant that floods has its requests here
 and not before another's in the groups. A tenant within its share of what the groups have ahead does not wait at all: stage 0, which
-divides what several conductors send by the same rule, serves it before the others. Nor does a prompt that is shorter than what its
-tenant has there and here: stage 0 preempts a long one for it. Work is counted in predicted seconds of prefill.
+divides what several conductors send by the same rule, serves it before the others. Nor, unless other tenants wait, does a prompt that
+is shorter than what its tenant has there and here: stage 0 preempts a long one for it. Work is counted in predicted seconds of prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 from conductor.tenants import Tenant
 from moontide.clock import Clock
@@ -30,80 +31,49 @@ QUANTUM_S = 0.1
 """Work of a tenant's turn. Requests are not divided, so that of a long prompt is owed in the turns to come."""
 
 STARVED_S = 30.0
-"""While a tenant's oldest request has waited for so long, no shorter one of it goes past."""
+"""While a claim's oldest request has waited for so long here, no shorter one of it goes past."""
 
 _NOTHING_S = 1e-6
 """Less work is an error of rounding."""
 
 
 @dataclass(eq=False, kw_only=True)
-class _Waiting:
+class _Request:
+    attempt_id: str
     share: Share
     num_tokens: int
     work_s: float
+    busy_s: float
     since_s: float
-    released: asyncio.Future[None]
+    released: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def size(self) -> int:
+        """Class k holds prompts of 2^(k-1) to 2^k - 1 tokens."""
+        return self.num_tokens.bit_length()
 
 
 class _Claimed:
-    """Work of one claim, by the size of its prompts: class k holds those of 2^(k-1) tokens and more."""
+    """Work of a claim that the groups have got, by size of the prompts."""
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self._by_size = [0.0] * 64
+        self._by_size: dict[int, tuple[int, float]] = {}
+        """Requests and their work; no class is kept that holds none."""
 
-    def add(self, num_tokens: int, work_s: float) -> None:
-        self._by_size[num_tokens.bit_length()] += work_s
+    def __bool__(self) -> bool:
+        return bool(self._by_size)
+
+    def count(self, request: _Request, num: int) -> None:
+        """One more, or with -1 one less."""
+        num_requests, work_s = self._by_size.pop(request.size, (0, 0.0))
+        if num_requests + num:
+            self._by_size[request.size] = num_requests + num, work_s + num * request.work_s
 
     def work_s(self, num_tokens: int | None = None) -> float:
         """Of prompts of about so many tokens and less; by default of all."""
-        return sum(self._by_size if num_tokens is None else self._by_size[: num_tokens.bit_length() + 1])
-
-    def drain(self, done_s: float) -> None:
-        """Short prompts go first."""
-        for size, work_s in enumerate(self._by_size):
-            taken_s = min(work_s, done_s)
-            self._by_size[size] -= taken_s
-            done_s -= taken_s
-
-
-class _Ahead:
-    """What the groups still have to do, by claim: a fluid that they drain as stage 0 divides its steps, by class and then by weight."""
-
-    def __init__(self) -> None:
-        self._at_s = 0.0
-        self.by_claim: dict[tuple[int, str], _Claimed] = {}
-
-    @property
-    def total_s(self) -> float:
-        return sum(claimed.work_s() for claimed in self.by_claim.values())
-
-    def add(self, share: Share, num_tokens: int, work_s: float) -> None:
-        self.by_claim.setdefault(share.key, _Claimed(share)).add(num_tokens, work_s)
-
-    def of(self, share: Share, num_tokens: int) -> float:
-        """What goes before a prompt of so many tokens of the claim."""
-        claimed = self.by_claim.get(share.key)
-        return claimed.work_s(num_tokens) if claimed else 0.0
-
-    def longer_s(self, share: Share, num_tokens: int) -> float:
-        """Of the claim, what a prompt of so many tokens goes before."""
-        claimed = self.by_claim.get(share.key)
-        return claimed.work_s() - claimed.work_s(num_tokens) if claimed else 0.0
-
-    def drain(self, now_s: float, num_groups: int) -> None:
-        """Work of as many seconds as have passed, by each group."""
-        left_s, self._at_s = (now_s - self._at_s) * num_groups, now_s
-        while self.by_claim and left_s > _NOTHING_S:
-            highest = max(priority for priority, _ in self.by_claim)
-            served = [each for each in self.by_claim.values() if each.share.priority == highest]
-            weights = sum(each.share.weight for each in served)
-            done_s = min(left_s, *(each.work_s() / each.share.weight * weights for each in served))
-            for each in served:
-                each.drain(done_s * each.share.weight / weights)
-                if each.work_s() <= _NOTHING_S:
-                    del self.by_claim[each.share.key]
-            left_s -= done_s
+        largest = inf if num_tokens is None else num_tokens.bit_length()
+        return sum(work_s for size, (_, work_s) in self._by_size.items() if size <= largest)
 
 
 class FairQueue:
@@ -122,7 +92,7 @@ class FairQueue:
             room_s: predicted seconds of work until each prefill group has so much ahead as it may; 0 while there is none; infinite while
                 nothing is predicted.
             num_groups: prefill groups that share the work.
-            ahead_s: predicted seconds of work that they have ahead together.
+            ahead_s: predicted seconds of work that they have ahead together, from all conductors.
         """
         self._room_s = room_s
         self._ahead_s = ahead_s
@@ -130,10 +100,13 @@ class FairQueue:
         self._release_queue_s = release_queue_s
         self._clock = clock
         self._turns = DeficitRoundRobin(QUANTUM_S, credit_s=CREDIT_QUEUES * release_queue_s)
-        self._ahead = _Ahead()
-        self._queues: dict[tuple[int, str], deque[_Waiting]] = {}
+        self._queues: dict[tuple[int, str], deque[_Request]] = {}
+        self._sent: dict[str, _Request] = {}
+        """What has left, up to its first token."""
+        self._claimed: dict[tuple[int, str], _Claimed] = {}
+        """The same by claim."""
         self._leaving_s = 0.0
-        """Work that has left and is not dispatched yet, so that room_s does not know it."""
+        """Work that has left and is not dispatched yet, so that neither room_s nor ahead_s knows it."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -149,12 +122,15 @@ class FairQueue:
     def wait_s(self, share: Share, num_tokens: int) -> float:
         """How long a new request of the claim is expected to wait here; 0 while the groups take it at once.
 
-        Higher classes and the claim's own requests go before it, and of another tenant's as much as its weight allows meanwhile.
+        Higher classes and the claim's own requests that it does not go past are before it, and of another tenant's as much as its
+        weight allows meanwhile.
         """
         if self._goes_past(share, num_tokens):
             return 0.0
-        own_s = _work_s(self._queues.get(share.key, ()))
-        ahead_s = own_s
+        own: Iterable[_Request] = self._queues.get(share.key, ())
+        if not self._rivals_weight(share) and not self._is_starved(share):
+            own = (each for each in own if each.size <= num_tokens.bit_length())
+        ahead_s = own_s = _work_s(own)
         for key, queue in self._queues.items():
             other = queue[0].share
             if other.priority > share.priority:
@@ -164,82 +140,104 @@ class FairQueue:
         return ahead_s / max(1, self._num_groups())
 
     def queue_share(self, share: Share, num_tokens: int) -> float:
-        """Which part of what a group has ahead goes before a new prompt of so many tokens of the claim, as stage 0 divides its steps."""
-        ahead = self._ahead
-        ahead.drain(self._clock.now(), self._num_groups())
-        if not ahead.by_claim:
-            return 1.0
-        before_s = own_s = ahead.of(share, num_tokens)
-        for key, claimed in ahead.by_claim.items():
-            other = claimed.share
+        """Which part of what the groups have ahead goes before a new prompt of so many tokens of the claim, as stage 0 divides steps."""
+        claimed = self._claimed.get(share.key)
+        before_s = own_s = claimed.work_s(num_tokens) if claimed else 0.0
+        total_s = 0.0
+        for key, each in self._claimed.items():
+            work_s, other = each.work_s(), each.share
+            total_s += work_s
             if other.priority > share.priority:
-                before_s += claimed.work_s()
+                before_s += work_s
             elif other.priority == share.priority and key != share.key:
-                before_s += min(claimed.work_s(), own_s * other.weight / share.weight)
-        return min(1.0, before_s / ahead.total_s)
+                before_s += min(work_s, own_s * other.weight / share.weight)
+        # What is done already of prompts without a first token is mostly of long ones, and those are what others go before.
+        left_s = min(total_s, self._ahead_s() + self._leaving_s)
+        return min(1.0, before_s / left_s) if left_s > _NOTHING_S else 1.0
 
     @asynccontextmanager
     async def turn(
         self,
         tenant: Tenant,
         *,
+        attempt_id: str,
         priority: int,
         num_tokens: int,
         work_s: float,
+        busy_s: float,
         deadline: Deadline,
         has_begun: bool = False,
     ) -> AsyncIterator[None]:
         """Wait for the request's turn. The body dispatches it, so that `room_s` counts its work from then on; it waits for nothing.
+        Afterwards the work counts for its tenant until `prefilled`.
 
+        Args:
+            work_s: of its prefill alone in a group.
+            busy_s: what `room_s` will count for it.
         Raises: Rejected beyond the tenant's `max_queued_s`, unless the client has a part of the answer; DeadlineExceeded.
         """
         share = tenant.share(priority)
+        request = _Request(
+            attempt_id=attempt_id,
+            share=share,
+            num_tokens=num_tokens,
+            work_s=work_s,
+            busy_s=busy_s,
+            since_s=self._clock.now(),
+        )
         if not self._queues and self._has_room():
             self._turns.ranked([share])
-            self._leave(share, num_tokens, work_s)
+            self._leave(request)
         elif self._goes_past(share, num_tokens):
-            self._leave(share, num_tokens, work_s)
+            self._leave(request)
         else:
             if not has_begun:
                 self._check_limit(tenant, share, num_tokens)
-            await self._wait(share, num_tokens, work_s, deadline)
+            await self._wait(request, deadline)
         try:
             yield
+        except BaseException:
+            self.prefilled(attempt_id)
+            raise
         finally:
-            self._leaving_s -= work_s
+            self._leaving_s -= busy_s
+
+    def prefilled(self, attempt_id: str) -> None:
+        """The attempt has its first token, or is over; asking again changes nothing."""
+        if request := self._sent.pop(attempt_id, None):
+            claimed = self._claimed[request.share.key]
+            claimed.count(request, -1)
+            if not claimed:
+                del self._claimed[request.share.key]
 
     def check_invariants(self) -> None:
         """While nobody waits, nothing is kept for anybody."""
         assert all(self._queues.values()), "an empty queue is kept"
-        assert self._queues or abs(self._leaving_s) < 1e-6, f"{self._leaving_s} s of work left and never arrived"
+        assert self._queues or abs(self._leaving_s) < _NOTHING_S, f"{self._leaving_s} s of work left and never arrived"
+        assert bool(self._sent) == bool(self._claimed), (
+            f"{len(self._sent)} requests are sent, of {len(self._claimed)} claims"
+        )
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _wait(self, share: Share, num_tokens: int, work_s: float, deadline: Deadline) -> None:
+    async def _wait(self, request: _Request, deadline: Deadline) -> None:
         """Afterwards the work is leaving."""
-        waiting = _Waiting(
-            share=share,
-            num_tokens=num_tokens,
-            work_s=work_s,
-            since_s=self._clock.now(),
-            released=asyncio.get_running_loop().create_future(),
-        )
-        self._queues.setdefault(share.key, deque()).append(waiting)
+        self._queues.setdefault(request.share.key, deque()).append(request)
         self._look_again()
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                await waiting.released
+                await request.released
         except BaseException as error:
-            self._forget(waiting)
+            self._forget(request)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"deadline passed while {self.num_waiting} requests waited for a prefill group; give the request a larger timeout"
                 ) from error
             raise
 
-    def _queues_of(self, priority_label: str) -> Iterator[deque[_Waiting]]:
+    def _queues_of(self, priority_label: str) -> Iterator[deque[_Request]]:
         return (queue for queue in self._queues.values() if queue[0].share.priority_label == priority_label)
 
     def _check_limit(self, tenant: Tenant, share: Share, num_tokens: int) -> None:
@@ -252,13 +250,14 @@ class FairQueue:
                 retry_after_s=self.wait_s(share, num_tokens) * (queued_s - limit_s) / queued_s + RELEASE_PERIOD_S,
             )
 
-    def _forget(self, waiting: _Waiting) -> None:
-        queue = self._queues.get(waiting.share.key, deque())
-        if waiting in queue:
-            queue.remove(waiting)
-            self._drop_empty(waiting.share)
-        elif not waiting.released.cancelled():
-            self._leaving_s -= waiting.work_s
+    def _forget(self, request: _Request) -> None:
+        queue = self._queues.get(request.share.key, deque())
+        if request in queue:
+            queue.remove(request)
+            self._drop_empty(request.share)
+        elif request.attempt_id in self._sent:
+            self._leaving_s -= request.busy_s
+            self.prefilled(request.attempt_id)
 
     def _look_again(self) -> None:
         if self._timer is None:
@@ -267,69 +266,65 @@ class FairQueue:
     def _release(self) -> None:
         """Let requests go while the groups take work."""
         self._timer = None
-        while (waiting := self._next()) is not None:
-            self._queues[waiting.share.key].remove(waiting)
-            self._drop_empty(waiting.share)
-            if waiting.released.cancelled():
+        while (request := self._next()) is not None:
+            self._queues[request.share.key].remove(request)
+            self._drop_empty(request.share)
+            if request.released.cancelled():
                 continue  # its task has not come to forget it yet
-            self._leave(waiting.share, waiting.num_tokens, waiting.work_s)
-            waiting.released.set_result(None)
+            self._leave(request)
+            request.released.set_result(None)
         if self._queues:
             self._look_again()
 
-    def _next(self) -> _Waiting | None:
-        """Who may go now."""
-        if self._queues and self._has_room():
+    def _next(self) -> _Request | None:
+        """Who may go now: whose turn it is while there is room; without, one for whom the groups preempt others of its claim."""
+        if not self._queues:
+            return None
+        if self._has_room():
             first = self._turns.ranked(queue[0].share for queue in self._queues.values())[0]
             return self._queues[first.key][0]
-        for queue in self._queues.values():
-            shortest = min(queue, key=lambda each: each.num_tokens)
-            if self._is_preempted_for(shortest.share, shortest.num_tokens):
-                return shortest
-        return None
+        highest = max(priority for priority, _ in self._queues)
+        queues = [queue for (priority, _), queue in self._queues.items() if priority == highest]
+        if len(queues) > 1:
+            return None
+        [queue] = queues
+        is_starved = self._is_starved(queue[0].share)
+        request = queue[0] if is_starved else min(queue, key=lambda each: each.size)
+        return request if self._is_preempted_for(request.share, request.num_tokens) else None
 
-    def _leave(self, share: Share, num_tokens: int, work_s: float) -> None:
-        self._turns.charge(share, work_s)
-        self._leaving_s += work_s
-        self._ahead.drain(self._clock.now(), self._num_groups())
-        self._ahead.add(share, num_tokens, work_s)
+    def _leave(self, request: _Request) -> None:
+        self._turns.charge(request.share, request.work_s)
+        self._leaving_s += request.busy_s
+        self._sent[request.attempt_id] = request
+        self._claimed.setdefault(request.share.key, _Claimed(request.share)).count(request, 1)
 
     def _has_room(self) -> bool:
-        return self._room_s() > self._leaving_s
+        return self._room_s() - self._leaving_s > _NOTHING_S
 
     def _goes_past(self, share: Share, num_tokens: int) -> bool:
-        """Whether a new prompt needs not wait: of what is due to the claim beside those of its class that wait, it has got less ahead."""
-        if own := self._queues.get(share.key):
-            is_shortest = all(each.num_tokens > num_tokens for each in own)
-            return is_shortest and self._is_preempted_for(share, num_tokens)
-        if not self._num_groups() or self._is_outranked(share):
+        """Whether a new prompt needs not wait although others do, or the groups have enough ahead."""
+        if not self._num_groups() or any(priority > share.priority for priority, _ in self._queues):
             return False
-        rivals_weight = self._rivals_weight(share)
-        due_s = self._release_queue_s * self._num_groups() * share.weight / (share.weight + rivals_weight)
-        if rivals_weight:
-            return self._turns.ahead_s(share) < due_s
+        own = self._queues.get(share.key)
+        limit_s = self._release_queue_s * self._num_groups()
+        if rivals_weight := self._rivals_weight(share):
+            # It has got less than is due to it beside them.
+            return not own and self._turns.ahead_s(share) < limit_s * share.weight / (share.weight + rivals_weight)
+        if own:
+            is_shortest = all(each.size > num_tokens.bit_length() for each in own)
+            return is_shortest and not self._is_starved(share) and self._is_preempted_for(share, num_tokens)
         # Credit is for bursts beside others; alone it would only fill the groups.
-        self._ahead.drain(self._clock.now(), self._num_groups())
-        return self._ahead.of(share, num_tokens) < due_s
+        claimed = self._claimed.get(share.key)
+        return (claimed.work_s(num_tokens) if claimed else 0.0) < limit_s
 
     def _is_preempted_for(self, share: Share, num_tokens: int) -> bool:
-        """Whether groups that take no more would, but for longer prompts of the claim: they preempt these for a shorter one.
+        """Whether groups that take no more would, but for prompts that they preempt for one of the claim."""
+        before_s = self.queue_share(share, num_tokens) * (self._ahead_s() + self._leaving_s)
+        return self._release_queue_s * self._num_groups() - before_s > _NOTHING_S
 
-        Not for ever: the oldest that waits is passed by no shorter one any more after a while.
-        """
+    def _is_starved(self, share: Share) -> bool:
         own = self._queues.get(share.key)
-        waited_s = self._clock.now() - own[0].since_s if own and own[0].num_tokens > num_tokens else 0.0
-        if waited_s > STARVED_S or self._is_outranked(share) or self._rivals_weight(share):
-            return False
-        self._ahead.drain(self._clock.now(), self._num_groups())
-        before_s = self._ahead_s() + self._leaving_s
-        if longer_s := self._ahead.longer_s(share, num_tokens):
-            total_s = self._ahead.total_s
-            before_s *= (total_s - longer_s) / total_s
-        return before_s < self._release_queue_s * self._num_groups()
-
-    def _is_outranked(self, share: Share) -> bool:
-        return any(priority > share.priority for priority, _ in self._queues)
+        return own is not None and self._clock.now() - own[0].since_s > STARVED_S
 
     def _rivals_weight(self, share: Share) -> float:
         """Of the other claims of its class that wait."""
@@ -344,5 +339,5 @@ class FairQueue:
             del self._queues[share.key]
 
 
-def _work_s(queue: Iterable[_Waiting]) -> float:
-    return sum(waiting.work_s for waiting in queue)
+def _work_s(requests: Iterable[_Request]) -> float:
+    return sum(request.work_s for request in requests)

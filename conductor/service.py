@@ -116,6 +116,8 @@ class _Request:
     cache_salt: str
     cached_tokens: int | None = None
     """Known once a prefill group has accepted the request."""
+    most_hit_tokens: int = 0
+    """Largest prefix hit of an attempt so far."""
     avoid: set[str] = field(default_factory=set)
     may_prefill_locally: bool
     is_local: bool = False
@@ -137,6 +139,13 @@ class _Request:
         if not self.has_begun:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.answer.token_ids, np.uint32)])
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.prompt) + len(self.answer.token_ids)
+
+    def attempt_id(self, epoch: int) -> str:
+        return f"{self.node_request_id} {epoch}"
 
     def slo_left(self, now_s: float) -> Slo:
         """Counted from now. Once the first token is out its bound is met or missed."""
@@ -373,7 +382,7 @@ class Conductor:
         num_fruitless = num_refused = 0
         try:
             for epoch in itertools.count(1):
-                num_tokens = len(request.answer.token_ids)
+                num_tokens, most_hit_tokens = len(request.answer.token_ids), request.most_hit_tokens
                 try:
                     async with aclosing(self._attempt(request, epoch)) as deltas:
                         async for delta in deltas:
@@ -384,9 +393,11 @@ class Conductor:
                         num_refused += 1
                         await self._recover(request, failure, epoch, num_fruitless=num_refused)
                         continue
-                    # A long answer may outlive many nodes that leave one after the other. The first token of an attempt comes from prefill,
-                    # and says nothing about decode.
-                    num_fruitless = 1 if len(request.answer.token_ids) > num_tokens + 1 else num_fruitless + 1
+                    # A long answer may outlive many nodes that leave one after the other, and so may a long prompt that goes on after
+                    # ever more sealed blocks. The first token of an attempt comes from prefill, and says nothing about decode.
+                    num_new = len(request.answer.token_ids) - num_tokens
+                    has_advanced = num_new > 1 or (not num_new and request.most_hit_tokens > most_hit_tokens)
+                    num_fruitless = 1 if has_advanced else num_fruitless + 1
                     if epoch - num_refused == self._settings.max_attempts * MOST_ATTEMPTS_FACTOR:
                         num_fruitless = epoch
                     await self._recover(request, failure, epoch, num_fruitless=num_fruitless)
@@ -395,7 +406,7 @@ class Conductor:
 
     async def _attempt(self, request: _Request, epoch: int) -> AsyncGenerator[OutputDelta, None]:
         """Raises: AttemptFailed; DeadlineExceeded; NoCapacity; Rejected."""
-        attempt_id = f"{request.node_request_id} {epoch}"
+        attempt_id = request.attempt_id(epoch)
         fill_cache = False
         async with self._placed(request, epoch) as attempt:
             try:
@@ -415,6 +426,7 @@ class Conductor:
             finally:
                 attempt.close(fill_cache=fill_cache)
                 self._placement.ended(attempt_id)
+                self._turns.prefilled(attempt_id)
 
     @asynccontextmanager
     async def _placed(self, request: _Request, epoch: int) -> AsyncIterator[Attempt]:
@@ -430,10 +442,12 @@ class Conductor:
         asked_s = self.clock.now()
         async with self._turns.turn(
             request.tenant,
+            attempt_id=request.attempt_id(epoch),
             priority=request.priority,
-            num_tokens=len(request.prompt),
+            num_tokens=request.num_known_tokens,
             # Without what was learned from prompts that others held up: it would count their work twice.
             work_s=choice.busy_s / choice.corrections.prefill,
+            busy_s=choice.busy_s,
             deadline=request.deadline,
             has_begun=request.has_begun,
         ):
@@ -451,6 +465,7 @@ class Conductor:
             return self._on_tokens(request, event, attempt.started_s)
         match event:
             case Accepted(hit_tokens=hit_tokens):
+                request.most_hit_tokens = max(request.most_hit_tokens, hit_tokens)
                 if request.cached_tokens is None:
                     request.cached_tokens = min(hit_tokens, len(request.prompt))
                     self.metrics.prefix_hit_tokens.inc(request.cached_tokens)
@@ -466,6 +481,7 @@ class Conductor:
     def _on_first_token(self, request: _Request, event: Arrived, attempt: Attempt) -> None:
         """Of an attempt. Raises: Rejected by the mode that looks at the bound of decode only now."""
         self._forecast.started(request.node_request_id, self.clock.now())
+        self._turns.prefilled(request.attempt_id(attempt.epoch))
         assert event.parts is not None
         parts = event.parts
         outcome = Outcome(
@@ -588,20 +604,20 @@ class Conductor:
     def _need(self, request: _Request) -> Need:
         return Need(
             request_id=request.node_request_id,
-            prompt_tokens=len(request.prompt) + len(request.answer.token_ids),
+            prompt_tokens=request.num_known_tokens,
             expected_output_tokens=round(request.expected_output.mean),
             max_tokens_in_cache=len(request.prompt) + request.sampling.max_tokens,
             slo=request.slo_left(self.clock.now()),
             avoid=request.avoid,
             may_prefill_locally=request.may_prefill_locally,
-            queue_share=self._turns.queue_share(request.tenant.share(request.priority), len(request.prompt)),
+            queue_share=self._turns.queue_share(request.tenant.share(request.priority), request.num_known_tokens),
         )
 
     def _admit(self, request: _Request, view: ClusterView, choice: Choice) -> None:
         """Raises: Rejected when the SLO of a request that has not begun would not be met."""
         now_s = self.clock.now()
         share = request.tenant.share(request.priority)
-        waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(share, len(request.prompt))
+        waits_s = 0.0 if choice.prefill is None else self._turns.wait_s(share, request.num_known_tokens)
         prediction = dataclasses.replace(choice.prediction, queue_s=choice.prediction.queue_s + waits_s)
         verdict = judge(
             "off" if request.has_begun else self._settings.admission,
@@ -654,7 +670,7 @@ class Conductor:
             needs_decode=spec.has_more_tokens,
             now_s=attempt.started_s,
         )
-        self._placement.sent(f"{request.node_request_id} {epoch}", sent)
+        self._placement.sent(request.attempt_id(epoch), sent)
         return attempt
 
     async def _recover(self, request: _Request, failure: AttemptFailed, epoch: int, *, num_fruitless: int) -> None:

@@ -20,6 +20,7 @@ class RequestRecord:
         self.outcome = ""
         self.ttft_parts: TtftParts | None = None
         self.handoff_s = 0.0
+        self.plan = ""
         self._clock = clock
         self._spans: list[Span] = []
         self._end_s: float | None = None
@@ -54,6 +55,7 @@ class RequestRecord:
             outcome=self.outcome,
             ttft_parts=self.ttft_parts,
             handoff_s=self.handoff_s,
+            plan=self.plan,
         )
 
 

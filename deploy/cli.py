@@ -273,7 +273,8 @@ def role(args: argparse.Namespace, console: Console) -> int:
 
 
 def print_timeline(found: Timeline, console: Console, *, with_parts: bool = True) -> None:
-    print(f"request {found.request_id}: {found.outcome or 'running'} after {found.duration_s:.2f} s")
+    plan = f"; prefill: {found.plan}" if found.plan else ""
+    print(f"request {found.request_id}: {found.outcome or 'running'} after {found.duration_s:.2f} s{plan}")
     print(render_gantt(found.spans, width=console.width()))
     sentence = pipeline_sentence(found)
     if sentence is not None:

@@ -82,11 +82,13 @@ class StageUse:
     fill_s: float
     """Until its first chunk began."""
     recv_s: float
-    """Idle before a later chunk that the stage before still worked on."""
+    """Waiting for the hidden states of a later chunk: the stage before still worked on it, or the link was slow."""
     other_s: float
-    """Between chunks for other reasons: the link, overhead, steps of other prompts."""
+    """Between chunks for other reasons: overhead, no step in the log, steps of other prompts."""
     drain_s: float
     """After its last chunk."""
+    send_s: float
+    """Hidden states waited for the link, beside the forwards. Not part of the makespan."""
     store_s: float
     """What waited for the store: the fetch before the makespan, and puts after it. Not part of it."""
     predicted_s: float
@@ -105,17 +107,16 @@ def stage_uses(timeline: Timeline) -> list[StageUse]:
     start_s = stages[0][0].start_s
     end_s = max(span.end_s for spans in stages for span in spans)
     uses: list[StageUse] = []
-    left_s: dict[str, float] = {}
     for idx, spans in enumerate(stages):
+        waited_s = {span.name: span.duration_s for span in _on_track(timeline, f"stage {idx} recv")}
         recv_s = other_s = 0.0
         for before, span in pairwise(spans):
             gap_s = max(0.0, span.start_s - before.end_s)
-            waited_s = min(gap_s, max(0.0, left_s.get(span.name, 0.0) - before.end_s))
-            recv_s += waited_s
-            other_s += gap_s - waited_s
-        left_s = {span.name: span.end_s for span in spans}
-        fetched_s = sum(s.duration_s for s in timeline.spans if s.track == f"stage {idx}" and s.name == "fetch")
-        put_end_s = max((s.end_s for s in timeline.spans if s.track == f"stage {idx} put"), default=end_s)
+            gap_recv_s = min(gap_s, waited_s.get(span.name, 0.0))
+            recv_s += gap_recv_s
+            other_s += gap_s - gap_recv_s
+        fetched_s = sum(span.duration_s for span in _on_track(timeline, f"stage {idx}") if span.name == "fetch")
+        put_end_s = max((span.end_s for span in _on_track(timeline, f"stage {idx} put")), default=end_s)
         uses.append(
             StageUse(
                 busy_s=busy_s(spans),
@@ -123,6 +124,7 @@ def stage_uses(timeline: Timeline) -> list[StageUse]:
                 recv_s=recv_s,
                 other_s=other_s,
                 drain_s=end_s - spans[-1].end_s,
+                send_s=sum(span.duration_s for span in _on_track(timeline, f"stage {idx} send")),
                 store_s=fetched_s + max(0.0, put_end_s - end_s),
                 predicted_s=sum(s.predicted_s for s in spans) if all(s.predicted_s for s in spans) else 0.0,
             )
@@ -147,13 +149,13 @@ def stage_table(timeline: Timeline) -> str | None:
     lines = [
         plan_line([span.num_tokens for span in stages[0]]),
         f"first chunk to last stage's end: {makespan_s:.3f} s{_against(predicted_s, makespan_s)}",
-        "stage    busy s  bubble s  (fill   recv  other  drain)  store s  busy %",
+        "stage    busy s  bubble s  (fill   recv  other  drain)  send s  store s  busy %",
     ]
     for idx, use in enumerate(uses):
         percent = 100 * use.busy_s / makespan_s if makespan_s else 0.0
         lines.append(
             f"  {idx:<4}{use.busy_s:>9.3f}{use.bubble_s:>10.3f} {use.fill_s:>6.3f}{use.recv_s:>7.3f}{use.other_s:>7.3f}"
-            f"{use.drain_s:>7.3f} {use.store_s:>9.3f}{percent:>8.1f}{_against(use.predicted_s, use.busy_s)}"
+            f"{use.drain_s:>7.3f} {use.send_s:>8.3f}{use.store_s:>9.3f}{percent:>8.1f}{_against(use.predicted_s, use.busy_s)}"
         )
     return "\n".join(lines)
 
@@ -223,6 +225,10 @@ def ttft_table(parts: TtftParts, *, client_ttft_s: float | None = None) -> str:
         f"  {'measured':<11}{measured_s * 1e3:>9.1f}   (by the {by}; difference {(measured_s - total_s) * 1e3:+.1f} ms)"
     )
     return "\n".join(lines)
+
+
+def _on_track(timeline: Timeline, track: str) -> list[Span]:
+    return [span for span in timeline.spans if span.track == track]
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

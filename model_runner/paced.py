@@ -117,6 +117,7 @@ class PacedRunner:
     info: ModelInfo
     spec: StageSpec
     step_model: StepModel | None
+    attention = "paced"
 
     def __init__(
         self,

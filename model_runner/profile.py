@@ -68,7 +68,7 @@ def measured_model(
     Args:
         cpu_time: how long this thread has computed; tests hand in another.
     """
-    about = _about(runner, model, layout)
+    about = _about(runner, model, layout) | {"longest step": str(chunk_tokens)}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     file = cache_dir() / "profiles" / f"{digest[:16]}.json"
     samples = _read(file)

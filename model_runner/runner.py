@@ -24,7 +24,10 @@ from model_runner.pages import OutOfPages
 from model_runner.stage import StageSpec
 from model_runner.stage_model import StageModel
 from moontide.errors import ConfigError
+from moontide.log import get_logger
 from moontide.perf_model import StepModel
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,11 @@ class Runner(Protocol):
     spec: StageSpec
     step_model: StepModel | None
     """How long a step takes, where that is known without measuring."""
+
+    @property
+    def attention(self) -> str:
+        """What computes attention here: native | fused | torch | paced."""
+        ...
 
     def forward(
         self,
@@ -136,7 +144,7 @@ class StageRunner:
             spec,
             layout=layout,
             kv=kv,
-            attention_kernels=native if _attention_fits(info, kernels) else None,
+            attention_kernels=native if native is not None and _attention_fits(info, kernels) else None,
             is_fused=kernels == "auto" and torch.device(device).type == "cuda",
         )
         if device == "cpu":
@@ -146,7 +154,7 @@ class StageRunner:
 
     @property
     def attention(self) -> str:
-        """What computes attention here: native | fused | torch."""
+        """See Runner."""
         return "native" if self._attention_kernels is not None else "fused" if self._is_fused else "torch"
 
     @torch.inference_mode()
@@ -253,6 +261,8 @@ def _attention_fits(info: ModelInfo, kernels: str) -> bool:
     reason = why_no_native_attention(num_planes=info.num_planes, head_dim=info.head_dim)
     if reason is not None and kernels == "native":
         raise ConfigError(f"model.kernels='native' cannot be had: {reason}; set model.kernels=auto or torch")
+    if reason is not None:
+        log.info("torch attention", reason=reason)
     return reason is None
 
 

@@ -86,6 +86,8 @@ class Timeline:
     ttft_parts: TtftParts | None
     handoff_s: float
     """Prefill completed to decode's pages complete."""
+    plan: str = ""
+    """Mode, policy and chunking under which a group prefilled it, for people to read; empty before that is over, and without one."""
 
     def to_proto(self) -> moontide_pb2.Timeline:
         return moontide_pb2.Timeline(
@@ -95,6 +97,7 @@ class Timeline:
             outcome=self.outcome,
             ttft_parts=self.ttft_parts.to_proto() if self.ttft_parts else None,
             handoff_s=self.handoff_s,
+            plan=self.plan,
         )
 
     @classmethod
@@ -106,4 +109,5 @@ class Timeline:
             outcome=msg.outcome,
             ttft_parts=TtftParts.from_proto(msg.ttft_parts) if msg.HasField("ttft_parts") else None,
             handoff_s=msg.handoff_s,
+            plan=msg.plan,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvstore.access import KvConfig, StoreAccessConfig
 from model_runner.config import DEFAULT_CONTEXTS, ModelConfig
+from model_runner.stage import MEASURED
 from moontide.config import NodeConfig, RegistryConfig, TlsConfig, check_port
 from moontide.errors import ConfigError
 from moontide.roles import Home
@@ -37,13 +38,14 @@ class PrefillConfig:
     policy: str = "lars"
     """Whose chunk is next: lars: least slack for its work | edf: earliest deadline | srpt: least work left | fcfs: first come."""
     chunking: str = "equal-time"
-    """equal-time: as many chunks as the measured step times say is best, each taking equally long | fixed: chunk_tokens each."""
+    """equal-time: as many chunks as the measured step times say is best, each taking equally long | fixed: chunk_tokens each,
+    and nothing is measured or predicted, so that lars and srpt are first come, first served."""
     chunk_tokens: int = 2048
     """Most prompt tokens in one step, which bounds its memory; their number with chunking=fixed. Multiple of kv.block_tokens."""
     max_step_s: float = 0.5
     """Longest planned step of a stage: what a short prompt waits for behind a long one, per step in flight. For equal-time."""
     starvation_s: float = 30.0
-    """A prompt that got no step, or no pages, for so long goes first once, whatever the policy."""
+    """A prompt that got no step, or no pages, for so long goes first once, whatever the policy; then after half as long, and so on."""
     layer_split: str = ""
     """Layers of each stage, as "16,14": borders are multiples of kv.layer_group; empty: as even as they allow; measured: by the
     speeds of the stages. Stage 0 keeps a split that is 5 % faster in the registry, and the stages start again with it."""
@@ -129,6 +131,11 @@ class PrefillNodeConfig:
             near = chunk_tokens // block_tokens * block_tokens or block_tokens
             raise ConfigError(
                 f"prefill.chunk_tokens={chunk_tokens} is no multiple of kv.block_tokens={block_tokens}; try {near}"
+            )
+        is_paced = self.model.load_format == "paced"
+        if self.prefill.layer_split == MEASURED and self.prefill.chunking == "fixed" and not is_paced:
+            raise ConfigError(
+                f"prefill.layer_split={MEASURED} needs step times, and prefill.chunking=fixed measures none; use equal-time"
             )
 
 

@@ -551,12 +551,14 @@ class Coordinator:
         )
 
     def _completed(self, prompt: Prompt) -> prefill_pb2.PrefillEvent:
+        plan = self._config
         return prefill_pb2.PrefillEvent(
             completed=prefill_pb2.PrefillCompleted(
                 num_blocks=len(prompt.block_hashes),
                 has_partial=prompt.has_partial,
                 spans=prompt.spans,
                 age_s=self._clock.now() - prompt.arrived_s,
+                plan=f"mode {plan.mode}, policy {plan.policy}, chunking {plan.chunking}",
             )
         )
 

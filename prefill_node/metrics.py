@@ -140,7 +140,9 @@ class GroupMetrics:
             "prefill_starved_steps", "Steps of prompts that went first because they had waited too long.",
             registry=registry,
         )  # fmt: skip
-        self.plan = Info("prefill_plan", "Mode, policy and chunking of the group.", registry=registry)
+        self.plan = Info(
+            "prefill_plan", "Mode, policy and chunking of the group, and stage 0's attention.", registry=registry
+        )
         self.step_prediction_error = Histogram(
             "prefill_step_prediction_error", "Predicted over measured time of a step, minus 1.", ["stage"],
             buckets=ERROR_BUCKETS, registry=registry,

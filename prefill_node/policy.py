@@ -6,7 +6,7 @@ edf   earliest deadline first         srpt  shortest remaining work first       
 
 The policy orders the prompts of one tenant; above it, a higher priority class goes first, and the tenants of a class share the
 group (moontide/fair_share.py). Whatever the policy, a prompt that has waited for a step longer than the starvation bound goes before
-all others of its tenant.
+all others of its tenant; each time that was so its bound is halved, so that under any load it goes on and comes to its end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from kvstore.pool import RequestKey
 from moontide.fair_share import Share
+
+_MOST_HALVINGS = 5
+"""Of the starvation bound. 30 s become about one: at least one step in a second is left to a long prompt, and the rest to the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class Candidate:
     """When it was last given a step; its arrival before that."""
     share: Share
     """Whose part of the group's time it uses up."""
+    num_starved: int = 0
+    """Steps that it was given because it had waited too long."""
 
 
 def ranked(
@@ -80,7 +85,7 @@ def _deadlines_met(line: Sequence[Candidate], now_s: float) -> int:
 
 
 def is_starved(candidate: Candidate, *, now_s: float, starvation_s: float) -> bool:
-    return now_s - candidate.served_s >= starvation_s
+    return now_s - candidate.served_s >= starvation_s * 0.5 ** min(candidate.num_starved, _MOST_HALVINGS)
 
 
 def _score(candidate: Candidate, policy: str, now_s: float) -> float:

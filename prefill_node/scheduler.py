@@ -50,6 +50,7 @@ class _Queued:
     share: Share
     in_pipeline: int = 0
     """Chunks that have not left the last stage."""
+    num_starved: int = 0
 
 
 class Scheduler:
@@ -197,6 +198,7 @@ class Scheduler:
             work_left_s=self._planner.remaining_s(queued.cursor, queued.num_tokens, queued.step_s),
             served_s=queued.served_s,
             share=queued.share,
+            num_starved=queued.num_starved,
         )
 
     def _take(self, queued: _Queued, now_s: float, *, num_tokens: int = 0) -> PlannedChunk:
@@ -223,4 +225,5 @@ class Scheduler:
         if self._last_served in self._queue and self._last_served != first.key:
             self._on_preempted()
         if self._turns.is_starved(first, now_s):
+            self._queue[first.key].num_starved += 1
             self._on_starved()

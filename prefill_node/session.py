@@ -354,6 +354,7 @@ class GroupSession:
     def _on_step_done(self, stage_idx: int, report: stage_pb2.StepDone, now: float) -> None:
         chunks = self.log.step_done(stage_idx, report.seq)
         ended_s = now - report.age_s
+        started_s = ended_s - report.compute_s
         predicted_s = self._learn(stage_idx, chunks, report.compute_s)
         self._bubbles.note(stage_idx, report.compute_s, ended_s, is_over=not self.log.in_flight_steps)
         for chunk in chunks:
@@ -366,8 +367,14 @@ class GroupSession:
                 chunk=chunk,
                 predicted_s=predicted_s,
             )
+            for wait, end_s, duration_s in (
+                ("recv", started_s, report.wait_recv_s),
+                ("send", ended_s + report.wait_send_s, report.wait_send_s),
+            ):
+                if duration_s:
+                    prompt.add_span(f"stage {stage_idx} {wait}", end_s=end_s, duration_s=duration_s, chunk=chunk)
             if stage_idx == 0 and prompt.compute_started_s is None:
-                prompt.compute_started_s = ended_s - report.compute_s
+                prompt.compute_started_s = started_s
             if stage_idx == self._config.num_stages - 1:
                 self._scheduler.chunk_left(key)
             self._end_if_drained(key)  # its puts may have been reported before

@@ -239,7 +239,14 @@ class Stage:
     async def _start_leader(self, hello: stage_pb2.Hello, *, store_node_id: str) -> None:
         node, prefill = self._config.node, self._config.prefill
         assert self._group_metrics is not None
-        self._group_metrics.plan.info({"mode": prefill.mode, "policy": prefill.policy, "chunking": prefill.chunking})
+        self._group_metrics.plan.info(
+            {
+                "mode": prefill.mode,
+                "policy": prefill.policy,
+                "chunking": prefill.chunking,
+                "attention": self._runner.attention,
+            }
+        )
         self.coordinator = Coordinator(
             config=prefill,
             info=self._runner.info,

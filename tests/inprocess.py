@@ -137,6 +137,8 @@ async def inprocess_cluster(
     num_pages: int = 1024,
     max_batch: int = 16,
     local_prefill: bool = False,
+    dtype: str = "float32",
+    kernels: str = "auto",
     profile: Path | None = None,
     stage_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
     decode_transfer: Callable[[MemoryStore], Transfer] = MemoryTransfer,
@@ -147,6 +149,7 @@ async def inprocess_cluster(
     Args:
         num_pages: of each stage.
         local_prefill: whether the conductor may leave short prompts to the decode instance; the instance takes them in any case.
+        dtype, kernels: as in ModelConfig.
         profile: steps are paced and not computed.
         stage_transfer: makes each stage's way to the store.
         decode_transfer: makes that of the decode instance.
@@ -161,7 +164,7 @@ async def inprocess_cluster(
         access = StoreAccessConfig(
             master_rpc="memory:1", master_http="memory:1", client_address="memory:1", service_address=store_address
         )
-        model = ModelConfig(name=str(model_dir), dtype="float32")
+        model = ModelConfig(name=str(model_dir), dtype=dtype, kernels=kernels)
         if profile is not None:
             model = replace(model, load_format="paced", profile=str(profile))
         kv = KvConfig(block_tokens=block_tokens, layer_group=layer_group)

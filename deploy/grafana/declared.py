@@ -16,7 +16,7 @@ PACKAGES = ("moontide", "kvstore", "model_runner", "prefill_node", "decode_node"
 _NAME = re.compile(r"(conductor|prefill|decode|kvstore)_[a-z0-9_]+")
 _KINDS = ("counter", "gauge", "histogram", "info")
 _SAMPLES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
-_INFO_LABELS = {"prefill_plan": frozenset({"mode", "policy", "chunking"})}
+_INFO_LABELS = {"prefill_plan": frozenset({"mode", "policy", "chunking", "attention"})}
 """Labels of infos are given at run time."""
 
 

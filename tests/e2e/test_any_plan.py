@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -73,15 +74,18 @@ class Scenario:
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
-        """Neighbouring seeds differ in mode, policy, family and number of stages."""
+        """Twelve seeds in a row have every policy in every mode, and every family with every policy and with every mode."""
         rng = random.Random(seed)
-        policy = POLICIES[seed % len(POLICIES)]
+        row, column = divmod(seed, len(POLICIES))
+        policy = POLICIES[column]
         return cls(
             seed=seed,
-            family=FAMILIES[seed % len(FAMILIES)][0],
-            mode=MODES[0] if seed % 3 else MODES[seed // 3 % len(MODES)],
+            # Three families and three modes, each in its own order: after twelve seeds a pair meets the next family.
+            family=FAMILIES[(row + column + row // len(MODES)) % len(FAMILIES)][0],
+            mode=MODES[(2 * row + column) % len(MODES)],
             policy=policy,
-            stages=1 + (seed + seed // 4) % 4,
+            # With one stage all modes are alike.
+            stages=2 + row if seed < NUM_QUICK_SEEDS else 1 + (row + column) % 4,
             slack=rng.randint(0, 2),
             num_pages=rng.randint(LONG_BLOCKS[1] + 4, LONG_BLOCKS[1] * 3 // 2),
             pool_bytes=rng.choice((6 << 20, 12 << 20, 1 << 30)),
@@ -218,6 +222,16 @@ async def check_seeds(
         print({name: counts[name] for name in MET})
     assert all(counts[name] for name in MET), "something was not exercised"
     assert counts["prefill_step_chunks_sum"] > counts["prefill_step_chunks_count"], "no step was packed"
+
+
+def test_the_quick_seeds_have_every_policy_in_every_mode_and_every_family_with_both() -> None:
+    quick = [Scenario.of(seed) for seed in range(NUM_QUICK_SEEDS)]
+    families = [family for family, _ in FAMILIES]
+    assert {(each.policy, each.mode) for each in quick} == set(product(POLICIES, MODES))
+    assert {(each.family, each.mode) for each in quick} == set(product(families, MODES))
+    assert {(each.family, each.policy) for each in quick} == set(product(families, POLICIES))
+    assert {each.push for each in quick} == set(PUSHES)
+    assert all(each.stages > 1 for each in quick)
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_QUICK_SEEDS, SEEDS_AT_ONCE))

@@ -122,6 +122,27 @@ async def test_long_prompt_on_three_stages(text: RealText, reference: GreedyGene
                 assert answer.usage.cached_tokens == cached
 
 
+async def test_chunks_of_equal_measured_time(tmp_path: Path) -> None:
+    """The plan that a cluster has by default; most other tests cut prompts by length, so as to know their chunks."""
+    model_dir = tiny_model_dir("llama", tmp_path)
+    oracle = GreedyOracle(model_dir)
+    most_tokens = CHUNK // 2
+    lengths = (4 * most_tokens + 17, most_tokens + 1, BLOCK + 1)
+    prompts = [tiny.random_prompt(length, seed=length) for length in lengths]
+    settings = (f"kv.block_tokens={tiny.BLOCK}", f"prefill.chunk_tokens={most_tokens}", "kvstore.pool_bytes=67108864")
+    with running_cluster(model=model_dir, stages=2, settings=settings) as cluster:
+        async with MoontideClient(cluster.grpc_address) as client:
+            answers = await ask_all(client, prompts, greedy(NUM_TOKENS_AGAIN))
+        metrics = cluster.metrics("prefill-0-stage-0")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.check(prompt, answer.tokens)
+        assert len(answer.tokens) == NUM_TOKENS_AGAIN
+    assert any(name.startswith("prefill_plan_info") and 'chunking="equal-time"' in name for name in metrics)
+    num_steps = metrics["prefill_step_tokens_count"]
+    assert num_steps >= max(lengths) / most_tokens
+    assert metrics["prefill_planned_step_seconds_count"] == num_steps, "every step was planned by measured times"
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
 async def test_tiny_family_cold_and_hit_and_next_turn(family: str, tmp_path: Path) -> None:
     model_dir = tiny_model_dir(family, tmp_path)

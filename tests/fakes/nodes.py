@@ -85,6 +85,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.store = store
         self.store_address = ""
         self.hit_tokens = 0
+        self.hit_growth = 0
+        """Tokens by which a call leaves a longer prefix hit behind."""
         self.faults: deque[str] = deque()
         self.calls: list[prefill_pb2.PrefillRequest] = []
         self.open: set[Key] = set()
@@ -109,6 +111,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             accepted = prefill_pb2.PrefillAccepted(
                 store_node_id=HOLDER, store_address=self.store_address, hit_tokens=self.hit_tokens
             )
+            self.hit_tokens += self.hit_growth
             yield prefill_pb2.PrefillEvent(accepted=accepted)
             await self.may_sample.wait()
             await self._fail(
@@ -128,7 +131,11 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             span = common_pb2.Span(name="chunk", track="stage 0", start_s=0.0, duration_s=0.001, num_tokens=5)
             yield prefill_pb2.PrefillEvent(
                 completed=prefill_pb2.PrefillCompleted(
-                    num_blocks=num_blocks, has_partial=True, spans=[span], age_s=time.monotonic() - arrival_s
+                    num_blocks=num_blocks,
+                    has_partial=True,
+                    spans=[span],
+                    age_s=time.monotonic() - arrival_s,
+                    plan="mode cpp",
                 )
             )
             await self._fail(fault, context, {"lost after completed": NodeLost("stage 0 is gone")})

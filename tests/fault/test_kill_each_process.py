@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from deploy.gantt import stage_chunks
 from moontide.errors import NodeLost
 from tests.cluster import wait_for
 from tests.e2e.oracle import GreedyOracle
-from tests.fault.harness import Bench, Call, random_prompt
+from tests.fault.harness import BLOCK_TOKENS, STAGES, Bench, Call, random_prompt
 
 PROMPT_TOKENS = 2000
 MAX_TOKENS = 120
 DEADLINE_S = 90.0
+SEALED_BLOCKS = 6
+"""What a prompt has in the store before a stage dies under it."""
 FOLLOWERS = {"mooncake-master": ("kvstore-0",)}
 """Who ends too, because what it knows is worth nothing after that death."""
 
@@ -28,6 +31,7 @@ FOLLOWERS = {"mooncake-master": ("kvstore-0",)}
     ],
 )
 def test_killed_during_prefill(bench: Bench, oracle: GreedyOracle, victim: str) -> None:
+    sealed_before = bench.store().sealed_blocks
     call = bench.start(
         f"prefill-{victim}",
         random_prompt(PROMPT_TOKENS, seed=sum(victim.encode())),
@@ -38,9 +42,12 @@ def test_killed_during_prefill(bench: Bench, oracle: GreedyOracle, victim: str) 
         lambda: 0 < bench.prefill().queued_tokens < 2 * PROMPT_TOKENS // 3 and bench.store().reservations == 1,
         "a third of the prompt is in the pipeline",
     )
+    wait_for(lambda: bench.store().sealed_blocks >= sealed_before + SEALED_BLOCKS, "a part of the prompt is sealed")
     assert not call.is_over
     old = kill(bench, victim)
     judge(oracle, call)
+    if victim.startswith("prefill"):
+        judge_resumed(bench, call)
     judge_cluster(bench, oracle, call, old)
 
 
@@ -98,6 +105,18 @@ def judge(oracle: GreedyOracle, call: Call) -> None:
     assert len(call.tokens) == MAX_TOKENS
     assert call.finish_reason == "length"
     oracle.check(call.prompt, call.tokens)
+
+
+def judge_resumed(bench: Bench, call: Call) -> None:
+    """No stage computed the sealed blocks again, and each one all the rest: the spans are those of the attempt that completed."""
+    timeline = bench.timeline(call.request_id)
+    assert timeline is not None
+    stages = stage_chunks(timeline)
+    assert len(stages) == len(STAGES)
+    for spans in stages:
+        first_token = min(span.first_token for span in spans)
+        assert first_token >= SEALED_BLOCKS * BLOCK_TOKENS
+        assert sum(span.num_tokens for span in spans) == PROMPT_TOKENS - first_token
 
 
 def judge_cluster(bench: Bench, oracle: GreedyOracle, call: Call, old: dict[str, int | None]) -> None:

@@ -169,20 +169,22 @@ class TimelineRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("request_id", "spans", "duration_s", "outcome", "ttft_parts", "handoff_s")
+    __slots__ = ("request_id", "spans", "duration_s", "outcome", "ttft_parts", "handoff_s", "plan")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TTFT_PARTS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     duration_s: float
     outcome: str
     ttft_parts: TtftParts
     handoff_s: float
-    def __init__(self, request_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., duration_s: _Optional[float] = ..., outcome: _Optional[str] = ..., ttft_parts: _Optional[_Union[TtftParts, _Mapping]] = ..., handoff_s: _Optional[float] = ...) -> None: ...
+    plan: str
+    def __init__(self, request_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., duration_s: _Optional[float] = ..., outcome: _Optional[str] = ..., ttft_parts: _Optional[_Union[TtftParts, _Mapping]] = ..., handoff_s: _Optional[float] = ..., plan: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

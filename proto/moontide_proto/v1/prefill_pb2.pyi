@@ -86,16 +86,18 @@ class PrefillTimings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ..., predicted_s: _Optional[float] = ...) -> None: ...
 
 class PrefillCompleted(_message.Message):
-    __slots__ = ("num_blocks", "has_partial", "spans", "age_s")
+    __slots__ = ("num_blocks", "has_partial", "spans", "age_s", "plan")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HAS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     has_partial: bool
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     age_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., has_partial: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    plan: str
+    def __init__(self, num_blocks: _Optional[int] = ..., has_partial: _Optional[bool] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., age_s: _Optional[float] = ..., plan: _Optional[str] = ...) -> None: ...
 
 class PrefillStatusRequest(_message.Message):
     __slots__ = ()

@@ -79,6 +79,7 @@ async def test_first_token_can_end_the_request_and_its_prompt_is_still_cached(
     timeline = front.conductor.timeline("r1")
     assert timeline is not None
     assert "stage 0" in {span.track for span in timeline.spans}
+    assert timeline.plan == "mode cpp"
 
 
 @pytest.mark.parametrize("first_token_stop", [True, False])
@@ -315,6 +316,22 @@ async def test_attempts_are_bounded_and_the_last_error_is_named(model_dir: Path)
         assert len(front.cluster.prefill[0].calls) == 3
         await front.settle()
         assert front.metric("conductor_requests_total", outcome="NodeLost") == 1
+
+
+async def test_attempts_that_go_on_after_ever_more_of_the_prompt_are_not_in_vain(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_front(model_dir, max_attempts=2) as front:
+        prefill = front.cluster.prefill[0]
+        prefill.hit_growth = 1
+        prefill.faults.extend(["lost"] * 4)
+        assert text_of(await front.generate()) == ANSWER_TEXT
+        assert len(prefill.calls) == 5
+        monkeypatch.setattr(service, "MOST_ATTEMPTS_FACTOR", 2)
+        prefill.faults.extend(["lost"] * 10)
+        with pytest.raises(NodeLost, match="gave up after 4 attempts"):
+            await front.generate(request_id="hopeless")
+        await front.settle()
 
 
 async def test_attempts_that_bring_only_the_token_of_prefill_are_bounded(model_dir: Path) -> None:

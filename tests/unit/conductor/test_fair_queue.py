@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -28,7 +29,9 @@ class Groups:
         self.room_s = room_s
         self.num_groups = num_groups
         self.got: list[str] = []
+        self.attempts: list[str] = []
         self.clock = FakeClock()
+        self._ids = itertools.count()
         self.queue = FairQueue(
             lambda: self.room_s,
             lambda: self.num_groups,
@@ -48,11 +51,25 @@ class Groups:
         has_begun: bool = False,
     ) -> None:
         deadline = Deadline.after(timeout_s, MonotonicClock())
+        attempt_id = str(next(self._ids))
         async with self.queue.turn(
-            tenant, priority=priority, num_tokens=num_tokens, work_s=work_s, deadline=deadline, has_begun=has_begun
+            tenant,
+            attempt_id=attempt_id,
+            priority=priority,
+            num_tokens=num_tokens,
+            work_s=work_s,
+            busy_s=work_s,
+            deadline=deadline,
+            has_begun=has_begun,
         ):
             self.got.append(tenant.name)
+            self.attempts.append(attempt_id)
             self.room_s -= work_s
+
+    def done(self, *order: int) -> None:
+        """First tokens of those that the groups got, by their place in `got`."""
+        for idx in order:
+            self.queue.prefilled(self.attempts[idx])
 
     async def waiting(self, *requests: tuple[Tenant, int], work_s: float = 1.0) -> list[asyncio.Task[None]]:
         """Requests (tenant, class) that wait, in the order of their arrival."""
@@ -125,7 +142,9 @@ async def test_who_comes_while_others_wait_waits_too(groups: Groups) -> None:
 async def test_work_that_is_not_dispatched_yet_leaves_no_room_for_more(groups: Groups) -> None:
     groups.room_s = 1.0
     deadline = Deadline.after(20.0, MonotonicClock())
-    async with groups.queue.turn(A, priority=0, num_tokens=1000, work_s=1.5, deadline=deadline):
+    async with groups.queue.turn(
+        A, attempt_id="a", priority=0, num_tokens=1000, work_s=1.0, busy_s=1.5, deadline=deadline
+    ):
         [task] = await groups.waiting((B, 0))
         assert groups.queue.num_waiting == 1
     await task
@@ -247,16 +266,34 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_own_tenant() -
     async with asyncio.timeout(0):
         for _ in range(4):
             await groups.send(A)
-    [short] = await groups.waiting((A, 0))
-    assert groups.queue.num_waiting == 2, "there is enough of its size in the group"
-    groups.clock.advance(0.5)
-    [last] = await groups.waiting((A, 0))
-    assert groups.queue.num_waiting == 3, "one that is as short waits before it"
-    groups.clock.advance(1.0)
-    await asyncio.gather(short, last)
+    [short, last] = await groups.waiting((A, 0), (A, 0))
+    assert groups.queue.num_waiting == 3, "there is enough of its size in the group"
+    assert groups.queue.wait_s(A.share(0), 1000) == 2, "those of its size, not the long one"
+    groups.room_s += 1.0
+    groups.done(1)
+    await short
+    assert not last.done()
+    groups.room_s += 1.0
+    groups.done(2)
+    await last
     assert not long.done()
     groups.room_s = 1000.0
     await long
+
+
+async def test_a_long_prompt_that_is_nearly_done_lets_no_more_short_ones_past() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
+    await until(lambda: groups.queue.num_waiting == 1)
+    for _ in range(4):
+        await groups.send(A)
+    groups.room_s += 15.5
+    [short] = await groups.waiting((A, 0))
+    await asyncio.sleep(2 * RELEASE_PERIOD_S)
+    assert groups.queue.num_waiting == 2, "of 4.5 s that are left, four are of its size"
+    groups.room_s = 1000.0
+    await asyncio.gather(long, short)
 
 
 async def test_groups_that_are_slower_than_predicted_get_no_more_for_it() -> None:
@@ -267,26 +304,62 @@ async def test_groups_that_are_slower_than_predicted_get_no_more_for_it() -> Non
     groups.clock.advance(60.0)
     await asyncio.sleep(2 * RELEASE_PERIOD_S)
     assert not waiting.done(), "by prediction all is done, but the groups report that nothing is"
+    [new] = await groups.waiting((A, 0))
+    assert groups.queue.num_waiting == 2
+    groups.room_s = 2.0
+    await asyncio.gather(waiting, new)
+
+
+async def test_the_oldest_prompt_is_not_passed_any_more_after_a_while() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    old = asyncio.create_task(groups.send(A, 2.0, num_tokens=8_000, timeout_s=60.0))
+    await old
+    tasks = [asyncio.create_task(groups.send(A, 3.0, num_tokens=8_000, timeout_s=60.0)) for _ in range(2)]
+    await until(lambda: groups.queue.num_waiting == 1)
+    async with asyncio.timeout(0):
+        await groups.send(A, 1.5)
+    groups.clock.advance(STARVED_S + 0.1)
+    short = asyncio.create_task(groups.send(A))
+    await asyncio.sleep(2 * RELEASE_PERIOD_S)
+    assert groups.queue.num_waiting == 2
+    assert groups.queue.wait_s(A.share(0), 1000) == 3.0 + 1.0
+    groups.room_s += 5.0
+    groups.done(1, 2)
+    await tasks[1]
+    assert groups.room_s < 0, "it need not wait for a longer one in the group"
+    groups.room_s = 1000.0
+    await asyncio.gather(short, *tasks)
+
+
+async def test_prompts_of_one_size_keep_their_order() -> None:
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
+    await until(lambda: groups.queue.num_waiting == 1)
+    for _ in range(4):
+        await groups.send(A)
+    first = asyncio.create_task(groups.send(A, num_tokens=1001))
+    [later] = await groups.waiting((A, 0))
+    groups.room_s += 1.0
+    groups.done(1)
+    await first
+    assert not later.done()
+    groups.room_s = 1000.0
+    await asyncio.gather(long, later)
+
+
+async def test_rounding_lets_nobody_go(groups: Groups) -> None:
+    groups.queue._leaving_s = -1e-16
+    [waiting] = await groups.waiting((A, 0))
+    await asyncio.sleep(2 * RELEASE_PERIOD_S)
+    assert not waiting.done()
     groups.room_s = 1.0
     await waiting
 
 
-async def test_short_prompts_do_not_go_past_a_long_one_that_has_waited_too_long() -> None:
-    groups = Groups(room_s=4.0, release_queue_s=4.0)
-    await groups.send(A, 16.0, num_tokens=64_000)
-    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000, timeout_s=60.0))
-    await until(lambda: groups.queue.num_waiting == 1)
-    async with asyncio.timeout(0):
-        await groups.send(A)
-    groups.clock.advance(STARVED_S + 0.1)
-    [short] = await groups.waiting((A, 0))
-    assert groups.queue.num_waiting == 2
-    groups.room_s = 1000.0
-    await asyncio.gather(long, short)
-
-
 async def test_of_what_is_ahead_of_a_group_only_some_goes_before_a_tenants_request() -> None:
-    groups = Groups(room_s=1000.0)
+    groups = Groups(room_s=1000.0, release_queue_s=1000.0)
     share_of = groups.queue.queue_share
     heavy = Tenant(name="heavy", weight=2.0)
     assert share_of(A.share(0), 1000) == 1.0, "nothing is known"
@@ -300,24 +373,25 @@ async def test_of_what_is_ahead_of_a_group_only_some_goes_before_a_tenants_reque
         "as much of a, itself, twice of heavy, and the class above"
     )
     assert share_of(A.share(1), 1000) == pytest.approx(1 / 10)
+    groups.room_s += 4.0
+    assert share_of(B.share(0), 1000) == pytest.approx(5 / 6), "what is done already is not its own, which is short"
+    groups.done(3)
+    assert share_of(B.share(0), 1000) == pytest.approx(4 / 6)
+    groups.room_s -= 100.0
+    assert share_of(B.share(0), 1000) == pytest.approx(4 / 9), "the work of other conductors is of the same kind"
+    groups.done(0, 1, 2, 3)
+    assert share_of(A.share(0), 1000) == 1.0, "nothing is known any more"
 
 
-async def test_what_is_ahead_drains_by_class_and_weight() -> None:
-    groups = Groups(room_s=1000.0, num_groups=2)
-    share_of = groups.queue.queue_share
-    await groups.send(A, 8.0)
-    await groups.send(B, 2.0)
-    await groups.send(B, 1.0, priority=1)
-    groups.clock.advance(0.5)
-    assert share_of(B.share(1), 1000) == 0, "the higher class is done after half a second of two groups"
-    assert share_of(B.share(0), 1000) == pytest.approx(4 / 10)
-    groups.clock.advance(1.0)
-    assert share_of(B.share(0), 1000) == pytest.approx(2 / 8), "each has got one second"
-    groups.clock.advance(2.0)
-    assert share_of(B.share(0), 1000) == 0
-    assert share_of(A.share(0), 1000) == 1
-    groups.clock.advance(100.0)
-    assert share_of(B.share(0), 1000) == 1, "nothing is ahead"
+async def test_what_is_refused_by_the_groups_counts_for_nobody(groups: Groups) -> None:
+    deadline = Deadline.after(20.0, MonotonicClock())
+    groups.room_s = 1.0
+    with pytest.raises(RuntimeError, match="refused"):
+        async with groups.queue.turn(
+            A, attempt_id="a", priority=0, num_tokens=1000, work_s=1.0, busy_s=1.0, deadline=deadline
+        ):
+            raise RuntimeError("refused")
+    assert groups.queue.queue_share(B.share(0), 1000) == 1.0
 
 
 async def test_nobody_goes_before_a_higher_class_that_waits() -> None:
@@ -337,5 +411,7 @@ async def test_a_deadline_that_has_passed_ends_at_once(groups: Groups) -> None:
     deadline = Deadline.after(1.0, clock)
     clock.advance(2.0)
     with pytest.raises(DeadlineExceeded):
-        async with groups.queue.turn(A, priority=0, num_tokens=1000, work_s=1.0, deadline=deadline):
+        async with groups.queue.turn(
+            A, attempt_id="a", priority=0, num_tokens=1000, work_s=1.0, busy_s=1.0, deadline=deadline
+        ):
             raise AssertionError("its turn came")

@@ -165,12 +165,18 @@ def test_uses_of_the_stages_add_up_to_the_makespan() -> None:
         chunk(1, 0, 2.5), chunk(1, 1, 3.5), chunk(1, 2, 6.25, 2.0),
         Span(name="fetch", track="stage 0", start_s=0.0, duration_s=0.75),
         Span(name="chunk 2", track="stage 1 put", start_s=8.0, duration_s=0.5),
+        Span(name="chunk 0", track="stage 1 recv", start_s=1.0, duration_s=1.5),
+        Span(name="chunk 2", track="stage 1 recv", start_s=4.5, duration_s=1.5),
+        Span(name="chunk 0", track="stage 0 send", start_s=2.0, duration_s=0.25),
+        Span(name="chunk 1", track="stage 0 send", start_s=3.0, duration_s=0.5),
     )  # fmt: skip
     first, second = stage_uses(timeline(spans))
     assert (first.busy_s, first.fill_s, first.recv_s, first.other_s, first.drain_s) == (3.0, 0.0, 0.0, 2.0, 2.25)
     assert (second.busy_s, second.fill_s, second.recv_s, second.other_s, second.drain_s) == (4.0, 1.5, 1.5, 0.25, 0.0)
     assert first.busy_s + first.bubble_s == second.busy_s + second.bubble_s == 7.25
     assert (first.store_s, second.store_s) == (0.75, 0.25)
+    assert (first.send_s, second.send_s) == (0.75, 0.0)
+    assert " 0.750    0.750    41.4" in (stage_table(timeline(spans)) or "")
 
 
 def test_table_of_the_stages_has_the_plan_and_predicted_beside_measured() -> None:
@@ -198,6 +204,7 @@ def test_a_long_plan_is_cut_in_the_middle() -> None:
     )
 
 
-def test_predictions_survive_the_wire() -> None:
+def test_predictions_and_plan_survive_the_wire() -> None:
     found = timeline(tuple(dataclasses.replace(span, predicted_s=0.9) for span in PIPELINE))
+    found = dataclasses.replace(found, plan="mode cpp, policy lars, chunking fixed")
     assert Timeline.from_proto(found.to_proto()) == found

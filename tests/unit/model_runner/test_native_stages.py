@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from model_runner import attention
+from model_runner.native.attention import NativeStep
 from model_runner.native.kernels import NativeKernels
 from model_runner.native.linear import NativeNorm, PackedLinear, PackedMlp
 from model_runner.runner import Segment, StageRunner
@@ -148,43 +151,100 @@ def test_modules_that_compute_something_else_are_left_alone(tiny_root: Path) -> 
     assert {PackedMlp, PackedLinear} <= classes("llama")
 
 
-class LargestTensor(TorchDispatchMode):
-    """Size of the largest tensor that torch makes, views of the given ones left out."""
+class NewTensors(TorchDispatchMode):
+    """Counts the tensors that torch makes, views left out: by whether attention made them."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._known = {each.untyped_storage().data_ptr() for each in known}
-        self.nbytes = 0
+        self.is_in_attention = False
+        self.largest_bytes = 0
+        self.num: Counter[bool] = Counter()
+        self.nbytes: Counter[bool] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self._known:
-                self.nbytes = max(self.nbytes, each.untyped_storage().nbytes())
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
+                nbytes = each.untyped_storage().nbytes()
+                self.largest_bytes = max(self.largest_bytes, nbytes)
+                self.num[self.is_in_attention] += 1
+                self.nbytes[self.is_in_attention] += nbytes
         return made
 
+    def watch(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What this function makes is attention's."""
+        function = getattr(owner, name)
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_tensor_of_a_step_grows_with_the_prefix(dtype: str, choice: str, tiny_root: Path) -> None:
-    """A mask of (chunk x prompt) would be twice as large as the largest tensor there is."""
-    if choice == "native" and dtype == "float32":
-        pytest.skip("the native kernels compute bfloat16")
-    chunk, prefixes = 256, (1024, 8192)
-    num_pages = (max(prefixes) + chunk) // PAGE_TOKENS
-    model_dir = tiny_model_dir("llama", tiny_root, head_dim=32, max_position_embeddings=16384)
-    stage = load_stages(model_dir, 1, num_pages=num_pages, dtype=dtype, kernels=choice)[0]
-    known = [*(stage.kv.layer(idx) for idx in range(stage.spec.num_local_layers)), *stage._model._model.buffers()]
-    known += list(stage._model._model.parameters())
-    largest = []
-    for prefix in prefixes:
-        segment = Segment(start=prefix, num_tokens=chunk, pages=range(num_pages), wants_logits=True)
-        with LargestTensor(known) as made:
-            stage.forward([segment], token_ids_T=torch.ones(chunk, dtype=torch.int64))
-        largest.append(made.nbytes)
-    assert largest[0] > 0
-    assert largest[0] == largest[1] < chunk * max(prefixes)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.is_in_attention = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_in_attention = False
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+CHUNK = 256
+PREFIXES = (1024, 8192)
+KINDS_OF_STEPS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "mistral": {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32},
+    "gpt_oss": {"head_dim": 64, "num_experts_per_tok": 4},
+    "mixtral": {"head_dim": 32, "num_experts_per_tok": 4},
+    "deepseek_v3": {"num_experts_per_tok": 4},
+}
+"""Plain attention; windows; windows and soft caps; windows, sinks and experts; experts; latents and experts. Each token goes to all
+experts, so that what they make does not depend on the prefix."""
+KERNELS = [("native", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+@pytest.mark.parametrize("family", KINDS_OF_STEPS)
+def test_the_tensors_of_a_step_do_not_grow_with_the_prefix(
+    family: str,
+    kernel: str,
+    dtype: str,
+    tiny_root: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mask of (chunk x prompt) would be the largest one. Torch's attention reads its keys in tiles: more, and no larger ones."""
+    if kernel == "native":
+        request.getfixturevalue("native")
+        if family == "deepseek_v3":
+            pytest.skip("the native kernels leave latents to torch")
+    num_pages = (max(PREFIXES) + CHUNK) // PAGE_TOKENS
+    model_dir = tiny_model_dir(family, tiny_root, max_position_embeddings=16384, **KINDS_OF_STEPS[family])
+    stage = load_stages(model_dir, 1, num_pages=num_pages, dtype=dtype, kernels=kernel)[0]
+    short, long = (tensors_of_a_step(stage, prefix, num_pages, monkeypatch) for prefix in PREFIXES)
+    assert short.num[False] > 0
+    assert short.largest_bytes == long.largest_bytes < CHUNK * (max(PREFIXES) + CHUNK)
+    assert short.num[False] == long.num[False]
+    block_table_bytes = 8 * (PREFIXES[1] - PREFIXES[0]) // PAGE_TOKENS
+    assert long.nbytes[False] - short.nbytes[False] <= block_table_bytes
+    if kernel == "native":
+        assert short.num[True] == long.num[True]
+        assert short.nbytes[True] == long.nbytes[True]
+    else:
+        growth = PREFIXES[1] // PREFIXES[0]
+        assert 0 < long.num[True] <= growth * short.num[True]
+        assert long.nbytes[True] <= growth * short.nbytes[True]
+
+
+def tensors_of_a_step(stage: StageRunner, prefix: int, num_pages: int, monkeypatch: pytest.MonkeyPatch) -> NewTensors:
+    segment = Segment(start=prefix, num_tokens=CHUNK, pages=range(num_pages), wants_logits=True)
+    made = NewTensors()
+    with monkeypatch.context() as patch:
+        for owner, name in ((attention, "_attend_pages"), (attention, "_attend_latent"), (NativeStep, "attend")):
+            made.watch(owner, name, patch)
+        with made:
+            stage.forward([segment], token_ids_T=torch.ones(CHUNK, dtype=torch.int64))
+    return made
 
 
 @pytest.mark.usefixtures("native")

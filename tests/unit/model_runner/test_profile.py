@@ -177,9 +177,14 @@ class Host:
         self.cpu_s += 1000.0 * self.is_cpu_ours
         return self.cpu_s
 
-    def model(self, **settings: Any) -> StepModel:
+    def model(self, *, chunk_tokens: int = 32, **settings: Any) -> StepModel:
         return measured_model(
-            self.runner, ModelConfig(**settings), self.layout, chunk_tokens=32, budget_s=0.05, cpu_time=self.cpu_time
+            self.runner,
+            ModelConfig(**settings),
+            self.layout,
+            chunk_tokens=chunk_tokens,
+            budget_s=0.05,
+            cpu_time=self.cpu_time,
         )
 
 
@@ -202,9 +207,10 @@ def test_other_stage_settings_or_host_are_measured_anew(
     Host(*load(model_dir, 0, num_stages=2)).model()
     Host(*load(model_dir)).model(threads=2)
     Host(*load(model_dir)).model(kernels="torch")
+    Host(*load(model_dir)).model(chunk_tokens=64)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     Host(*load(model_dir)).model()
-    assert len(list(cache.iterdir())) == 6
+    assert len(list(cache.iterdir())) == 7
 
 
 @pytest.mark.parametrize(

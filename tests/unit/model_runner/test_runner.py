@@ -322,6 +322,21 @@ def test_segment_whose_kv_is_late_writes_nothing_from_that_group_on(
         assert idx in silent or torch.equal(again[idx], logits[idx])
 
 
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("llama", "the head size 16 is no multiple of 32"), ("deepseek_v2", "the pages hold latents")],
+)
+@pytest.mark.usefixtures("native")
+def test_kernels_that_leave_attention_to_torch_say_so(
+    family: str, reason: str, tiny_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        (stage,) = load_stages(tiny_model_dir(family, tiny_root), 1, dtype="bfloat16", kernels="auto")
+    assert stage.attention == "torch"
+    (said,) = [line for line in caplog.messages if line.startswith("torch attention")]
+    assert reason in said
+
+
 def _layers_of(stage: StageRunner) -> range:
     return range(stage.spec.start_layer, stage.spec.end_layer)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvstore.access import KvConfig, StoreAccessConfig
 from kvstore.keys import LOCAL_NODE_ID
@@ -20,6 +21,7 @@ from kvstore.transfer.base import GetItem, GetStatus, PutItem, PutStatus
 from kvstore.transfer.memory import MemoryStore, MemoryTransfer
 from model_runner.config import ModelConfig
 from model_runner.pages import PrefixPages
+from model_runner.runner import Segment, StageRunner
 from moontide import rpc
 from moontide.clock import MonotonicClock
 from moontide.config import NodeConfig, RegistryConfig, free_port
@@ -100,6 +102,26 @@ class Gates:
     def open_all(self) -> None:
         for gate in (self.put, self.get, self.exists):
             gate.open()
+
+
+class HeldForwards:
+    """Holds the forwards of one stage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stage_idx: int) -> None:
+        self._release = threading.Event()
+        self.arrived = threading.Event()
+        forward: Callable[..., Any] = StageRunner.forward
+
+        def held(runner: StageRunner, segments: Sequence[Segment], **given: Any) -> Any:
+            if runner.spec.stage_idx == stage_idx:
+                self.arrived.set()
+                assert self._release.wait(WAIT_S), "nobody released the forward"
+            return forward(runner, segments, **given)
+
+        monkeypatch.setattr(StageRunner, "forward", held)
+
+    def release(self) -> None:
+        self._release.set()
 
 
 class TcpProxy:

@@ -1,4 +1,4 @@
-"""A GroupSession on a fake clock, with one stage whose reports the test makes up."""
+"""A GroupSession on a fake clock, with stages whose reports the test makes up."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ MODEL = StepModel(overhead_s=0.001, token_s=0.01, pair_s=0.0)
 
 
 class World:
-    """One stage whose reports the test makes up."""
+    """One stage whose reports the test makes up, or several."""
 
     def __init__(
         self,
         *,
+        num_stages: int = 1,
         num_pages: int = 64,
+        mode: str = "cpp",
         policy: str = "srpt",
         model: StepModel | None = None,
         push: str = "auto",
@@ -47,19 +49,20 @@ class World:
             config=PrefillConfig(
                 group_id="g",
                 stage_idx=0,
-                num_stages=1,
+                num_stages=num_stages,
                 control_address="127.0.0.1:1",
                 chunk_tokens=chunk_tokens,
                 chunking="fixed" if model is None else "equal-time",
+                mode=mode,
                 policy=policy,
                 push=push,
             ),
             num_pages=num_pages,
             block_tokens=BLOCK_TOKENS,
-            step_models=[model],
+            step_models=[model] * num_stages,
             send=self.entries.append,
             clock=self.clock,
-            metrics=GroupMetrics(self.registry, num_stages=1),
+            metrics=GroupMetrics(self.registry, num_stages=num_stages),
         )
         self._orders = itertools.count()
 
@@ -87,8 +90,14 @@ class World:
         self.session.take_pages(prompt, hit_blocks=hit_blocks)
         return prompt
 
-    def report(self, **report: object) -> None:
-        self.session.on_report(0, stage_pb2.StageReport(epoch=1, **report))  # type: ignore[arg-type]
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """(first token, number of tokens) of every chunk in the log that the test has not taken."""
+        chunks = (chunk for entry in self.entries for chunk in entry.compute.chunks)
+        return [(chunk.first_token, chunk.num_tokens) for chunk in chunks]
+
+    def report(self, *, stage_idx: int = 0, **report: object) -> None:
+        self.session.on_report(stage_idx, stage_pb2.StageReport(epoch=1, **report))  # type: ignore[arg-type]
 
     def work(self, *, step_s: float = 0.0, token_s: float = 0.0) -> None:
         """Do everything that the log asks for and was not done yet; a step takes `step_s` and `token_s` for each token."""

@@ -40,16 +40,26 @@ def test_wrong_setting_is_named(changes: dict[str, Any], named: str) -> None:
         make_prefill(**changes)
 
 
+def make_node(**changes: Any) -> PrefillNodeConfig:
+    return PrefillNodeConfig(
+        node=NodeConfig(node_id="n"),
+        registry=RegistryConfig(url="redis://127.0.0.1:1/0"),
+        model=ModelConfig(),
+        kv=KvConfig(block_tokens=64),
+        store=StoreAccessConfig(master_rpc="-", master_http="-", client_address="-", service_address="-"),
+        prefill=make_prefill(**changes),
+    )
+
+
 def test_chunk_must_be_a_multiple_of_the_block() -> None:
     with pytest.raises(ConfigError, match=r"chunk_tokens=100 is no multiple of kv.block_tokens=64; try 64"):
-        PrefillNodeConfig(
-            node=NodeConfig(node_id="n"),
-            registry=RegistryConfig(url="redis://127.0.0.1:1/0"),
-            model=ModelConfig(),
-            kv=KvConfig(block_tokens=64),
-            store=StoreAccessConfig(master_rpc="-", master_http="-", client_address="-", service_address="-"),
-            prefill=make_prefill(chunk_tokens=100),
-        )
+        make_node(chunk_tokens=100)
+
+
+def test_a_measured_split_needs_measured_steps() -> None:
+    make_node(layer_split="measured")
+    with pytest.raises(ConfigError, match=r"layer_split=measured needs step times.* use equal-time"):
+        make_node(layer_split="measured", chunking="fixed")
 
 
 def test_pages_default_to_two_full_contexts() -> None:

@@ -25,31 +25,12 @@ from tests.unit.prefill_node.rig import (
     WAIT_S,
     Answer,
     Group,
+    HeldForwards,
     eventually,
     group_behind_proxy,
     make_prompt,
     running_group,
 )
-
-
-class HeldForwards:
-    """Holds the forwards of one stage."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stage_idx: int) -> None:
-        self._release = threading.Event()
-        self.arrived = threading.Event()
-        forward: Callable[..., Any] = StageRunner.forward
-
-        def held(runner: StageRunner, segments: Sequence[Segment], **given: Any) -> Any:
-            if runner.spec.stage_idx == stage_idx:
-                self.arrived.set()
-                assert self._release.wait(WAIT_S), "nobody released the forward"
-            return forward(runner, segments, **given)
-
-        monkeypatch.setattr(StageRunner, "forward", held)
-
-    def release(self) -> None:
-        self._release.set()
 
 
 async def cancel_when(group: Group, prompt: Sequence[int], reached: Callable[[Group], Awaitable[None]]) -> Answer:

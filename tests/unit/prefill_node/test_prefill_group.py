@@ -26,6 +26,7 @@ from tests.unit.prefill_node.rig import (
     WAIT_S,
     Answer,
     Group,
+    HeldForwards,
     eventually,
     make_prompt,
     running_group,
@@ -202,12 +203,42 @@ async def test_chunk_enters_stage_0_while_the_one_before_is_in_the_last_stage(
         answer = await group.prefill(prompt)
         assert answer.token_id == reference_token(model_dir, prompt)
         tracks = {(span.track, span.name) for span in answer.completed.spans} if answer.completed else set()
-        assert tracks == {
+        waits = {each for each in tracks if each[0].endswith((" recv", " send"))}
+        assert ("stage 1 recv", "chunk 0") in waits
+        assert tracks - waits == {
             (f"stage {stage_idx}{suffix}", f"chunk {chunk}")
             for stage_idx in (0, 1)
             for suffix in ("", " put")
             for chunk in (0, 1)
         }
+
+
+async def test_fetch_of_a_prefix_overlaps_the_compute_of_prompts_before_and_after_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fetch begins on both stages while a forward of the earlier prompt runs, and ends after all forwards of the other two."""
+    stored, earlier, later = (make_prompt(n * CHUNK_TOKENS + 3, seed=n) for n in (2, 4, 3))
+    async with running_group(model_dir, num_stages=2) as group:
+        await group.prefill(stored, "stores")
+        await group.until_idle()
+        group.forget_pages()
+        held = HeldForwards(monkeypatch, stage_idx=1)
+        group.gates.get.shut()
+        before = asyncio.create_task(group.prefill(earlier, "before"))
+        await eventually(held.arrived.is_set, "a forward on stage 1")
+        fetching = asyncio.create_task(group.prefill(stored, "fetches"))
+        await eventually(lambda: group.gates.get.arrived == 2, "a fetch on both stages")
+        after = asyncio.create_task(group.prefill(later, "after"))
+        held.release()
+        for prompt, answer in zip((earlier, later), await asyncio.gather(before, after), strict=True):
+            assert answer.token_id == reference_token(model_dir, prompt)
+        assert not fetching.done()
+        group.gates.get.open()
+        answer = await fetching
+        assert answer.token_id == reference_token(model_dir, stored)
+        assert answer.accepted is not None
+        assert answer.accepted.hit_tokens == 2 * CHUNK_TOKENS
+        await group.until_idle()
 
 
 async def test_at_most_num_stages_and_slack_steps_are_in_flight(
@@ -270,6 +301,7 @@ async def test_timings_add_up_and_logprobs_travel(model_dir: Path) -> None:
         assert answer.completed is not None
         assert answer.completed.age_s >= timings.total_s
         assert all(span.start_s >= 0 for span in answer.completed.spans)
+        assert answer.completed.plan == "mode cpp, policy lars, chunking fixed"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -245,15 +246,37 @@ def test_deadlines_decide_under_edf() -> None:
     assert served(scheduler, 3) == ["b", "b", "b"]
 
 
-def test_starving_prompt_gets_one_chunk_and_then_waits_again() -> None:
+def test_starving_prompt_gets_one_chunk_and_then_waits_half_as_long() -> None:
     scheduler = make_scheduler(policy="srpt", stages=[STAGE, STAGE], starvation_s=30.0)
     scheduler.add(A, order=0, num_tokens=6400, cursor=0, now_s=0.0)
     scheduler.add(B, order=1, num_tokens=640, cursor=0, now_s=10.0)
     assert served(scheduler, 1, now_s=10.0) == ["b"]
     assert served(scheduler, 3, now_s=30.0) == ["a", "b", "b"]
-    assert served(scheduler, 2, now_s=59.0) == ["b", "b"]
-    assert served(scheduler, 2, now_s=60.0) == ["a", "b"]
-    assert scheduler.num_starved == 2
+    assert served(scheduler, 2, now_s=44.0) == ["b", "b"]
+    assert served(scheduler, 2, now_s=45.0) == ["a", "b"]
+    assert served(scheduler, 1, now_s=53.0) == ["a"]
+    assert scheduler.num_starved == 3
+
+
+@pytest.mark.parametrize("policy", ["lars", "srpt"])
+def test_more_short_prompts_than_the_group_can_do_leave_a_long_one_a_part(policy: str) -> None:
+    scheduler = make_scheduler(policy=policy, stages=[STAGE, STAGE], starvation_s=30.0, chunk_tokens=512)
+    scheduler.add(A, order=0, num_tokens=8192, cursor=0, now_s=0.0, deadline_s=20.0)
+    now_s, num_steps, num_short = 0.0, 0, 0
+    left = {A}
+    while left:
+        while num_short <= now_s / 0.2:  # each takes 0.26 s
+            scheduler.add(
+                RequestKey(f"short {num_short}", 1), order=1 + num_short, num_tokens=256, cursor=0,
+                now_s=now_s, deadline_s=now_s + 0.5,
+            )  # fmt: skip
+            num_short += 1
+        for planned in scheduler.next_micro_batch(in_flight_steps=0, now_s=now_s):
+            now_s += STAGE.time_s(planned.shape)
+            num_steps += planned.key == A
+            left -= {planned.key} if planned.is_last else set()
+        assert now_s < 300.0, f"{num_steps} chunks of the long prompt done"
+    assert num_short > now_s / 0.26, "the short ones were too many all the time"
 
 
 def test_chunked_serial_waits_for_a_chunk_to_leave_the_last_stage() -> None:

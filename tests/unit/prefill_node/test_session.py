@@ -1,4 +1,4 @@
-"""GroupSession: signs of progress, pages that are taken away, pages that are found again, idle time, predictions."""
+"""GroupSession: signs of progress, modes, pages that are taken away, pages that are found again, idle time, predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from model_runner.pages import PrefixPages
 from moontide.fair_share import Share
-from moontide_proto.v1 import stage_pb2
+from moontide_proto.v1 import common_pb2, stage_pb2
 from prefill_node.prompt import Prompt
 from tests.unit.prefill_node.session_world import BLOCK_TOKENS, MODEL, World
 
@@ -39,6 +39,32 @@ async def test_without_a_forward_every_report_is_progress() -> None:
     world.clock.advance(100)
     world.session.compute(prompt, cursor=8)
     assert world.session.last_report_s == world.clock.now(), "the pipeline was empty until now"
+
+
+async def test_request_pp_sends_a_whole_prompt_as_one_step() -> None:
+    world = World(mode="request-pp", num_stages=2)
+    world.session.compute(world.prompt("r", 30), cursor=0)
+    assert world.sent == [(0, 30)]
+    assert world.entries[0].compute.chunks[0].is_last
+
+
+async def test_chunked_serial_sends_the_next_chunk_when_the_one_before_has_left_the_last_stage() -> None:
+    world = World(mode="chunked-serial", num_stages=2)
+    world.session.compute(world.prompt("r", 20), cursor=0)
+    chunks = [(0, 8), (8, 8), (16, 4)]
+    for num_sent in (1, 2):
+        assert world.sent == chunks[:num_sent]
+        done = stage_pb2.StepDone(seq=world.entries[-1].seq)
+        world.report(step_done=done, stage_idx=0)
+        assert world.sent == chunks[:num_sent], "it is in the last stage"
+        world.report(step_done=done, stage_idx=1)
+    assert world.sent == chunks
+
+
+async def test_cpp_sends_the_next_chunks_while_the_first_is_in_the_pipeline() -> None:
+    world = World(mode="cpp", num_stages=2)
+    world.session.compute(world.prompt("r", 20), cursor=0)
+    assert world.sent == [(0, 8), (8, 8), (16, 4)]
 
 
 async def test_pages_of_the_longer_prompt_go_to_the_shorter_one_and_it_goes_on_from_the_store() -> None:
@@ -324,3 +350,20 @@ async def test_a_higher_class_gets_the_next_step_and_the_pages_of_a_lower_one() 
     world.work()
     assert world.session.choose([low]) is low
     world.session.check_invariants()
+
+
+async def test_waits_of_a_step_stand_beside_its_forward_in_the_timeline() -> None:
+    world = World(num_stages=2)
+    prompt = world.prompt("r", 4)
+    world.session.compute(prompt, cursor=0)
+    seq = world.entries[0].seq
+    world.clock.advance(10)
+    world.report(step_done=stage_pb2.StepDone(seq=seq, compute_s=2, age_s=5, wait_send_s=3), stage_idx=0)
+    token = common_pb2.Token(token_id=7)
+    world.report(step_done=stage_pb2.StepDone(seq=seq, compute_s=1, wait_recv_s=4, tokens=[token]), stage_idx=1)
+    assert [(span.track, span.name, span.start_s, span.duration_s, span.num_tokens) for span in prompt.spans] == [
+        ("stage 0", "chunk 0", 3, 2, 4),
+        ("stage 0 send", "chunk 0", 5, 3, 4),
+        ("stage 1", "chunk 0", 9, 1, 4),
+        ("stage 1 recv", "chunk 0", 5, 4, 4),
+    ]
