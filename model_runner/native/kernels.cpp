@@ -1,4 +1,4 @@
-// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16: attention over paged K/V, linear layers, RMS norms.
+// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16 (and AMX, if there is): attention over paged K/V, linear layers, RMS norms.
 //
 // One rule holds for everything here: a row's sums run in an order that depends on the row alone (its position, its
 // keys, the weights), never on what else is in the call. So K/V of a prompt have the same bits for any chunk plan, any
@@ -7,16 +7,22 @@
 //   - key blocks start at multiples of kBlockKeys, counted from position 0, and the softmax is updated block by block;
 //   - a key that a row may not see gets the weight zero exactly, so seeing a tile that is all masked changes no bit.
 //
-// Both products are made of one tile: up to 6 rows times 64 columns. vdpbf16ps multiplies pairs of bfloat16 that lie
-// side by side, so the columns (keys, values, weights) are packed as pairs first:
+// Both products are made of one tile: up to 6 rows times 64 columns, or with AMX 16 or 32 rows times 64. Both kinds of
+// instructions multiply pairs of bfloat16 that lie side by side, so the columns (keys, values, weights) are packed as
+// pairs first:
 //   keys    [tile of 64 keys][H/2][64]   pairs of adjacent dimensions
 //   values  [block keys / 2][H]          pairs of adjacent keys
 //   weights [panel of 64 outputs][I/2][64]
+// AMX sums in another order than vdpbf16ps, so a call uses one of the two for all of its rows, by what the CPU has and by
+// the number of inputs. It multiplies whole tiles of 16 rows; where rows are missing or do not lie evenly they are packed
+// first, [16 rows][32 numbers] after [16 rows][32 numbers].
 //
 // The caller checks shapes, dtypes and the CPU. Shapes: T rows of the step, N query heads, K KV heads, H head size,
 // I inputs and O outputs of a linear layer.
 
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -39,6 +45,10 @@ constexpr int64_t kTaskRows = 768;    // rows that share one packing of the keys
 constexpr int64_t kPanelPairs = 1024; // weights of one panel that are met before the next rows: 256 KiB
 constexpr int64_t kPanelRows = 384;   // rows that meet all panels before the next rows
 constexpr int kPrefetchPairs = 1024;  // 4 KiB
+
+constexpr int kAmxRows = 16;          // of one tile register
+constexpr int kAmxPairs = 16;         // pairs that one instruction sums
+constexpr int64_t kAmxPanelRows = 192;  // its steps are short, so the rows have to be nearer
 
 constexpr float kLog2e = 1.44269504f;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -103,6 +113,153 @@ void multiply(int num_rows, const bf16* const* rows, const Pair* columns, int64_
         case 5: return multiply_tile<5, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
         case 6: return multiply_tile<6, V>(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, ahead);
     }
+}
+
+#if defined(__x86_64__) && __GNUC__ >= 11
+
+constexpr bool kCompiledForAmx = true;
+
+// The compiler does not know what the tile instructions read.
+#define MEMORY_IS_READ(address) asm volatile("" ::"r"(address) : "memory")
+
+// Lets one task use the tile registers, all of 16 rows of 64 bytes.
+class AmxTask {
+   public:
+    __attribute__((target("amx-tile"))) explicit AmxTask(bool is_wanted) : is_wanted_(is_wanted) {
+        if (!is_wanted) return;
+        alignas(64) struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows};
+        } config;
+        MEMORY_IS_READ(&config);
+        _tile_loadconfig(&config);
+    }
+    __attribute__((target("amx-tile"))) ~AmxTask() {
+        if (is_wanted_) _tile_release();
+    }
+
+   private:
+    bool is_wanted_;
+};
+
+struct AmxRows {  // rows of bfloat16 in tiles, as strides in elements
+    const bf16* at;
+    int64_t row_stride;
+    int64_t step_stride;  // to the next 32 numbers of the rows
+    int64_t tile_stride;  // to the next 16 rows
+};
+
+// out[32][32 * num_halves] = (accumulate ? out : 0) + rows[32][2 * num_pairs] * columns[num_pairs][32 * num_halves]
+__attribute__((noinline, target("amx-tile,amx-bf16"))) void multiply_32_rows(AmxRows rows, const Pair* columns,
+                                                                             int64_t column_stride, int64_t num_pairs,
+                                                                             float* out, int64_t out_stride,
+                                                                             bool accumulate, int num_halves) {
+    MEMORY_IS_READ(rows.at);
+    int64_t row_bytes = rows.row_stride * sizeof(bf16), column_bytes = column_stride * sizeof(Pair),
+            out_bytes = out_stride * sizeof(float);
+    for (int half = 0; half < num_halves; half++, columns += 32, out += 32) {
+        float* lower = out + kAmxRows * out_stride;
+        if (accumulate) {
+            _tile_loadd(0, out, out_bytes);
+            _tile_loadd(1, out + 16, out_bytes);
+            _tile_loadd(2, lower, out_bytes);
+            _tile_loadd(3, lower + 16, out_bytes);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        const bf16* upper_rows = rows.at;
+        const bf16* lower_rows = rows.at + rows.tile_stride;
+        const Pair* column = columns;
+        for (int64_t pair = 0; pair < num_pairs; pair += kAmxPairs) {
+            _tile_loadd(4, upper_rows, row_bytes);
+            _tile_loadd(6, column, column_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, column + 16, column_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, lower_rows, row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            upper_rows += rows.step_stride;
+            lower_rows += rows.step_stride;
+            column += kAmxPairs * column_stride;
+        }
+        _tile_stored(0, out, out_bytes);
+        _tile_stored(1, out + 16, out_bytes);
+        _tile_stored(2, lower, out_bytes);
+        _tile_stored(3, lower + 16, out_bytes);
+    }
+}
+
+// The same for 16 rows.
+__attribute__((noinline, target("amx-tile,amx-bf16"))) void multiply_16_rows(AmxRows rows, const Pair* columns,
+                                                                             int64_t column_stride, int64_t num_pairs,
+                                                                             float* out, int64_t out_stride,
+                                                                             bool accumulate, int num_halves) {
+    MEMORY_IS_READ(rows.at);
+    int64_t row_bytes = rows.row_stride * sizeof(bf16), column_bytes = column_stride * sizeof(Pair),
+            out_bytes = out_stride * sizeof(float);
+    for (int half = 0; half < num_halves; half++, columns += 32, out += 32) {
+        if (accumulate) {
+            _tile_loadd(0, out, out_bytes);
+            _tile_loadd(1, out + 16, out_bytes);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+        }
+        const bf16* row = rows.at;
+        const Pair* column = columns;
+        for (int64_t pair = 0; pair < num_pairs; pair += kAmxPairs) {
+            _tile_loadd(4, row, row_bytes);
+            _tile_loadd(6, column, column_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, column + 16, column_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            row += rows.step_stride;
+            column += kAmxPairs * column_stride;
+        }
+        _tile_stored(0, out, out_bytes);
+        _tile_stored(1, out + 16, out_bytes);
+    }
+}
+
+#else
+
+constexpr bool kCompiledForAmx = false;
+
+struct AmxTask {
+    explicit AmxTask(bool) {}
+};
+
+struct AmxRows {
+    const bf16* at;
+    int64_t row_stride, step_stride, tile_stride;
+};
+
+void multiply_32_rows(AmxRows, const Pair*, int64_t, int64_t, float*, int64_t, bool, int) {}
+void multiply_16_rows(AmxRows, const Pair*, int64_t, int64_t, float*, int64_t, bool, int) {}
+
+#endif
+
+// Up to 32 rows, of which those beyond num_rows up to a whole tile are computed too: `out` has room for them.
+void multiply_with_amx(int64_t num_rows, AmxRows rows, const Pair* columns, int64_t column_stride, int64_t num_pairs,
+                       float* out, int64_t out_stride, bool accumulate, int num_halves) {
+    (num_rows > kAmxRows ? multiply_32_rows : multiply_16_rows)(rows, columns, column_stride, num_pairs, out,
+                                                                out_stride, accumulate, num_halves);
+}
+
+int64_t whole_tiles(int64_t num_rows) { return ceil_div(num_rows, kAmxRows) * kAmxRows; }
+
+// Up to 16 rows of `width` numbers (a multiple of 32) in the order in which AMX reads them; absent rows are zero.
+void pack_rows(const bf16* const* rows, int64_t num_rows, int64_t width, bf16* out) {
+    for (int64_t first = 0; first < width; first += 32)
+        for (int64_t i = 0; i < kAmxRows; i++, out += 32) {
+            __m512i numbers = i < num_rows ? _mm512_loadu_si512(rows[i] + first) : _mm512_setzero_si512();
+            _mm512_storeu_si512(out, numbers);
+        }
 }
 
 // How many of `remaining` rows to take next: groups of nearly equal size, for a lone last row reads as much as six.
@@ -238,6 +395,7 @@ struct Attention {  // one layer of one step; mirrored in kernels.py
     float scaling;
     float softcap;   // 0: none
     int64_t window;  // 0: none
+    int64_t has_amx;
 };
 
 enum Plane { kKeys = 0, kValues = 1 };
@@ -247,7 +405,7 @@ int64_t row_group(const Attention& call) { return call.num_heads / call.num_kv_h
 struct Scratch {  // grows to the largest task of its thread
     std::vector<Pair> keys, values;
     std::vector<float> scores, sums, peaks, totals;
-    std::vector<bf16> weights, zeros;
+    std::vector<bf16> weights, zeros, packed_rows;
     std::vector<const bf16*> rows;
 };
 
@@ -274,12 +432,12 @@ class RowTask {
           scratch_(scratch_of_thread()) {
         // Few rows pack one tile at a time, which stays in the first-level cache; many rows pack a whole block.
         int64_t packed_keys = is_small_ ? kTileColumns : kBlockKeys;
-        int64_t scored_rows = is_small_ ? num_rows_ : kTileRows;
+        int64_t scored_rows = call.has_amx ? 2 * kAmxRows : is_small_ ? num_rows_ : kTileRows;
         scratch_.keys.resize(packed_keys * head_dim_ / 2 + kPrefetchPairs);
         scratch_.values.resize(packed_keys * head_dim_ / 2 + kPrefetchPairs);
         scratch_.scores.resize(scored_rows * kBlockKeys);
         scratch_.weights.resize(scored_rows * kBlockKeys);
-        scratch_.sums.assign(num_rows_ * head_dim_, 0.0f);
+        scratch_.sums.assign(whole_tiles(num_rows_) * head_dim_, 0.0f);
         scratch_.zeros.assign(head_dim_, 0);
         scratch_.rows.resize(num_rows_);
         scratch_.peaks.resize(num_rows_);
@@ -291,6 +449,11 @@ class RowTask {
             scratch_.peaks[r] = call.sinks ? call.sinks[head] * kLog2e : kNever;
             scratch_.totals[r] = call.sinks ? 1.0f : 0.0f;
         }
+        if (!call.has_amx) return;
+        scratch_.packed_rows.resize(whole_tiles(num_rows_) * head_dim_);
+        for (int64_t r = 0; r < num_rows_; r += kAmxRows)
+            pack_rows(scratch_.rows.data() + r, std::min<int64_t>(kAmxRows, num_rows_ - r), head_dim_,
+                      scratch_.packed_rows.data() + r * head_dim_);
     }
 
     void run() {
@@ -309,6 +472,10 @@ class RowTask {
     struct Tiles {
         int first, end;
     };
+
+    int next_rows(int64_t remaining) const {
+        return call_.has_amx ? static_cast<int>(std::min<int64_t>(2 * kAmxRows, remaining)) : next_group(remaining);
+    }
 
     int64_t position_of(int64_t r) const { return first_ + r / group_; }
 
@@ -330,7 +497,7 @@ class RowTask {
             pack_row_pairs(values, keys, head_dim_, scratch_.values.data() + tile * kTilePairs * head_dim_);
         }
         for (int64_t row = 0; row < num_rows_;) {
-            int count = next_group(num_rows_ - row);
+            int count = next_rows(num_rows_ - row);
             Tiles tiles = visible_tiles(block, row, count);
             for (int tile = tiles.first; tile < tiles.end; tile++)
                 score(row, count, scratch_.keys.data() + tile * kTilePairs * head_dim_, 0, tile);
@@ -353,7 +520,7 @@ class RowTask {
             pack_columns(tokens, next, head_dim_, scratch_.keys.data());
             tokens = next;
             for (int64_t row = 0; row < num_rows_;) {
-                int count = next_group(num_rows_ - row);
+                int count = next_rows(num_rows_ - row);
                 score(row, count, scratch_.keys.data(), row, tile);
                 row += count;
             }
@@ -364,7 +531,7 @@ class RowTask {
             pack_row_pairs(tokens, next, head_dim_, scratch_.values.data());
             tokens = next;
             for (int64_t row = 0; row < num_rows_;) {
-                int count = next_group(num_rows_ - row);
+                int count = next_rows(num_rows_ - row);
                 add_values(row, count, scratch_.values.data(), row, {tile, tile + 1});
                 row += count;
             }
@@ -391,6 +558,12 @@ class RowTask {
 
     // Scores of rows [row, row + count) and one tile of keys, into places [place, place + count).
     void score(int64_t row, int count, const Pair* keys, int64_t place, int tile) {
+        if (call_.has_amx) {
+            AmxRows rows = {scratch_.packed_rows.data() + row * head_dim_, 32, 32 * kAmxRows, kAmxRows * head_dim_};
+            return multiply_with_amx(count, rows, keys, kTileColumns, head_dim_ / 2,
+                                     scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys,
+                                     false, 2);
+        }
         multiply<4>(count, scratch_.rows.data() + row, keys, kTileColumns, head_dim_ / 2,
                     scratch_.scores.data() + place * kBlockKeys + tile * kTileColumns, kBlockKeys, false,
                     same_columns(keys, kTileColumns));
@@ -459,11 +632,14 @@ class RowTask {
 
     // Adds weights x values of some tiles to the sums of rows [row, row + count).
     void add_values(int64_t row, int count, const Pair* values, int64_t place, Tiles tiles) {
-        const bf16* weights[kTileRows];
-        for (int i = 0; i < count; i++)
-            weights[i] = scratch_.weights.data() + (place + i) * kBlockKeys + tiles.first * kTileColumns;
+        const bf16* first = scratch_.weights.data() + place * kBlockKeys + tiles.first * kTileColumns;
         int64_t num_pairs = (tiles.end - tiles.first) * kTilePairs;
         float* sums = scratch_.sums.data() + row * head_dim_;
+        if (call_.has_amx)
+            return multiply_with_amx(count, {first, kBlockKeys, 32, kAmxRows * kBlockKeys}, values, head_dim_, num_pairs,
+                                     sums, head_dim_, true, static_cast<int>(head_dim_ / 32));
+        const bf16* weights[kTileRows];
+        for (int i = 0; i < count; i++) weights[i] = first + i * kBlockKeys;
         int64_t d = 0;
         for (; d + kTileColumns <= head_dim_; d += kTileColumns)
             multiply<4>(count, weights, values + d, head_dim_, num_pairs, sums + d, head_dim_, true,
@@ -521,6 +697,9 @@ struct Linear {  // mirrored in kernels.py
     const bf16* bias;    // [O], or null
     bf16* out;           // [T][O]
     int64_t num_rows, num_inputs, num_outputs;
+    int64_t has_amx;
+
+    bool uses_amx() const { return has_amx && num_inputs % (2 * kAmxPairs) == 0; }
 };
 
 __m512 widen(__m256i numbers) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16)); }
@@ -574,15 +753,41 @@ void multiply_panel(const Linear& call, const Pair* weight, int64_t panel, int64
     }
 }
 
-void compute_panel(const Linear& call, int64_t panel, int64_t first, int64_t end) {
-    static thread_local std::vector<float> sums, gates;
-    sums.resize((end - first) * kTileColumns);
-    if (call.gate) {
-        gates.resize(sums.size());
-        multiply_panel(call, call.gate, panel, first, end, gates.data(), [](int64_t, int64_t) {});
+// The same with AMX; `last_rows` are those of the last group, packed, if it is no whole tile.
+template <typename Finish>
+void multiply_panel_with_amx(const Linear& call, const bf16* last_rows, const Pair* weight, int64_t panel, int64_t first,
+                             int64_t end, float* sums, Finish finish) {
+    int64_t num_pairs = call.num_inputs / 2;
+    weight += panel * num_pairs * kTileColumns;
+    for (int64_t pair = 0; pair < num_pairs; pair += kPanelPairs) {
+        int64_t met_pairs = std::min(kPanelPairs, num_pairs - pair);
+        for (int64_t row = first; row < end; row += 2 * kAmxRows) {
+            int64_t count = std::min<int64_t>(2 * kAmxRows, end - row);
+            AmxRows met = {call.input + row * call.input_stride + 2 * pair, call.input_stride, 32,
+                           kAmxRows * call.input_stride};
+            if (count % kAmxRows)
+                met = {last_rows + 2 * pair * kAmxRows, 32, 32 * kAmxRows, kAmxRows * call.num_inputs};
+            multiply_with_amx(count, met, weight + pair * kTileColumns, kTileColumns, met_pairs,
+                              sums + (row - first) * kTileColumns, kTileColumns, pair > 0, 2);
+            if (pair + met_pairs == num_pairs) finish(row, count);
+        }
     }
+}
+
+// `last_rows`: as above, or null without AMX.
+void compute_panel(const Linear& call, const bf16* last_rows, int64_t panel, int64_t first, int64_t end) {
+    static thread_local std::vector<float> sums, gates;
+    sums.resize(whole_tiles(end - first) * kTileColumns);
+    gates.resize(call.gate ? sums.size() : 0);
+    auto multiply_by = [&](const Pair* weight, float* out, auto finish) {
+        if (last_rows)
+            multiply_panel_with_amx(call, last_rows, weight, panel, first, end, out, finish);
+        else
+            multiply_panel(call, weight, panel, first, end, out, finish);
+    };
+    if (call.gate) multiply_by(call.gate, gates.data(), [](int64_t, int64_t) {});
     // Rows are written one group after the other: all at once, their lines would have to be waited for.
-    multiply_panel(call, call.weight, panel, first, end, sums.data(), [&](int64_t row, int64_t count) {
+    multiply_by(call.weight, sums.data(), [&](int64_t row, int64_t count) {
         int64_t place = (row - first) * kTileColumns;
         write_panel(call, panel, row, count, sums.data() + place, gates.data() + place);
     });
@@ -609,6 +814,12 @@ void normalize(const bf16* row, const bf16* weight, int64_t width, float epsilon
 }  // namespace
 
 extern "C" {
+
+// Asks Linux for the tile registers, once per process. 0: there are none.
+int moontide_has_amx() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return kCompiledForAmx && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
 
 // Puts rows of keys and values [K][T][H] (strides in elements) where their positions live in the pages.
 void moontide_write(const Pages* pages, const Segment* segments, int64_t num_segments, const int64_t* tables,
@@ -639,6 +850,7 @@ void moontide_attend(const Attention* call, int num_threads) {
     for (int64_t i = 0; i < num_tasks; i++) {
         // The last rows see the most keys: first, so that no thread starts a long task when the others are done.
         const Task& task = tasks[num_tasks - 1 - i];
+        AmxTask amx(call->has_amx);
         RowTask(*call, call->segments[task.segment], task.kv_head, task.first, task.count).run();
     }
 }
@@ -660,13 +872,29 @@ void moontide_pack(const bf16* weight, int64_t num_outputs, int64_t num_inputs, 
 }
 
 void moontide_linear(const Linear* call, int num_threads) {
+    static thread_local std::vector<bf16> packed;
+    bf16* last_rows = nullptr;
+    int64_t panel_rows = kPanelRows;
+    if (call->uses_amx()) {
+        panel_rows = kAmxPanelRows;
+        packed.resize(2 * kAmxRows * call->num_inputs);
+        last_rows = packed.data();
+        int64_t last = call->num_rows / (2 * kAmxRows) * 2 * kAmxRows;
+        for (int64_t first = last; first < call->num_rows; first += kAmxRows) {
+            const bf16* at[kAmxRows];
+            int64_t count = std::min<int64_t>(kAmxRows, call->num_rows - first);
+            for (int64_t i = 0; i < count; i++) at[i] = call->input + (first + i) * call->input_stride;
+            pack_rows(at, count, call->num_inputs, last_rows + (first - last) * call->num_inputs);
+        }
+    }
     int64_t num_panels = ceil_div(call->num_outputs, kTileColumns);
-    int64_t num_tasks = ceil_div(call->num_rows, kPanelRows) * num_panels;
+    int64_t num_tasks = ceil_div(call->num_rows, panel_rows) * num_panels;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
     for (int64_t task = 0; task < num_tasks; task++) {
         // All panels for some rows, then the next rows: the rows stay in a cache, the panels pass through.
-        int64_t first = task / num_panels * kPanelRows;
-        compute_panel(*call, task % num_panels, first, std::min(first + kPanelRows, call->num_rows));
+        int64_t first = task / num_panels * panel_rows;
+        AmxTask amx(last_rows != nullptr);
+        compute_panel(*call, last_rows, task % num_panels, first, std::min(first + panel_rows, call->num_rows));
     }
 }
 

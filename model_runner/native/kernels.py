@@ -21,6 +21,7 @@ from moontide.native_build import BuildFailed
 log = get_logger(__name__)
 
 _CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_AMX_FLAGS = frozenset({"amx_tile", "amx_bf16"})
 HEAD_SIZE_STEP = 32
 """Attention needs a head size that is a multiple of this: one register of bfloat16."""
 
@@ -53,6 +54,7 @@ class _Attention(ctypes.Structure):
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int64),
+        ("has_amx", ctypes.c_int64),
     )
 
 
@@ -67,14 +69,19 @@ class _Linear(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("num_inputs", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
+        ("has_amx", ctypes.c_int64),
     )
 
 
 class NativeKernels:
     """The functions of one compiled library."""
 
-    def __init__(self, library: Path) -> None:
-        """Raises: OSError if the library cannot be loaded, for one from a file system that is mounted noexec."""
+    def __init__(self, library: Path, *, use_amx: bool = True) -> None:
+        """
+        Args:
+            use_amx: where the CPU has it; its results have other bits than those without.
+        Raises: OSError if the library cannot be loaded, for one from a file system that is mounted noexec.
+        """
         functions = ctypes.CDLL(str(library))
         pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._write = functions.moontide_write
@@ -93,6 +100,14 @@ class NativeKernels:
         self._norm.argtypes = (pointer, pointer, number, number, ctypes.c_float, pointer, threads)
         for function in (self._write, self._attend, self._pack, self._linear, self._norm):
             function.restype = None
+        has_amx = functions.moontide_has_amx
+        has_amx.argtypes, has_amx.restype = (), ctypes.c_int
+        self._has_amx = use_amx and _AMX_FLAGS.issubset(_cpu_flags()) and bool(has_amx())
+
+    @property
+    def instructions(self) -> str:
+        """avx512_bf16 or amx: what multiplies."""
+        return "amx" if self._has_amx else "avx512_bf16"
 
     def write(
         self, key_KTH: Tensor, value_KTH: Tensor, pages_PpKSH: Tensor, *, segments_B4: Tensor, tables: Tensor
@@ -164,6 +179,7 @@ class NativeKernels:
             scaling=scaling,
             softcap=softcap or 0.0,
             window=window or 0,
+            has_amx=self._has_amx,
         )
         self._attend(ctypes.addressof(call), torch.get_num_threads())
         return attended_TNH
@@ -208,6 +224,7 @@ class NativeKernels:
             num_rows=num_rows,
             num_inputs=num_inputs,
             num_outputs=num_outputs,
+            has_amx=self._has_amx,
         )
         self._linear(ctypes.addressof(call), torch.get_num_threads())
         return out_TO
@@ -243,7 +260,7 @@ def load_kernels(choice: str, *, dtype: str, device: str) -> NativeKernels | Non
         try:
             library = build_library()
             kernels = NativeKernels(library)
-            log.info("native kernels", library=library)
+            log.info("native kernels", library=library, instructions=kernels.instructions)
             return kernels
         except (BuildFailed, OSError) as error:
             reason = str(error)

@@ -34,7 +34,14 @@ def native() -> NativeKernels:
     return NativeKernels(build_library())
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", "native", "native without AMX"])
 def kernels(request: pytest.FixtureRequest) -> NativeKernels | None:
-    """Both ways to compute: None is torch."""
-    return request.getfixturevalue("native") if request.param == "native" else None
+    """All ways to compute: None is torch."""
+    if request.param == "torch":
+        return None
+    native: NativeKernels = request.getfixturevalue("native")
+    if request.param == "native":
+        return native
+    if native.instructions != "amx":
+        pytest.skip("the CPU has no AMX: see the case above")
+    return NativeKernels(build_library(), use_amx=False)
