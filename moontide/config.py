@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
 import inspect
 import itertools
 import os
+import random
 import re
 import socket
 import types
@@ -255,10 +257,14 @@ def check_port(name: str, port: int) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago, for programs that cannot bind port 0 themselves."""
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that was free a moment ago, for programs that cannot bind port 0 themselves.
+
+    It lies below those that Linux gives to outgoing connections, any of which could take it before the program does.
+    """
+    while True:  # tests seed the other random numbers
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((host, random.SystemRandom().randrange(20_000, 32_000)))
+            return int(sock.getsockname()[1])
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
