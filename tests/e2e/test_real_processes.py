@@ -143,6 +143,7 @@ async def test_chunks_of_equal_measured_time(tmp_path: Path) -> None:
     assert metrics["prefill_planned_step_seconds_count"] == num_steps, "every step was planned by measured times"
 
 
+@pytest.mark.slow  # in one process: test_same_tokens.py
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
 async def test_tiny_family_cold_and_hit_and_next_turn(family: str, tmp_path: Path) -> None:
     model_dir = tiny_model_dir(family, tmp_path)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.tiny_models import tiny_model_dir
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -14,6 +16,7 @@ MINUTES = 0.1
 TIMEOUT_S = 120.0
 
 
+@pytest.mark.slow
 def test_nothing_grows_under_mixed_load(tmp_path: Path) -> None:
     model_dir = tiny_model_dir("llama", tmp_path)
     argv = [sys.executable, str(SOAK), f"--minutes={MINUTES}", f"--model={model_dir}", "--sample-s=1"]

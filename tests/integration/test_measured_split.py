@@ -9,7 +9,7 @@ from moontide.client import GenerateOptions, MoontideClient
 from tests.cluster import RunningCluster, running_cluster
 from tests.store_processes import wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 async def answer(cluster: RunningCluster) -> int:
