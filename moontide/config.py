@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import copy
 import dataclasses
 import difflib
+import errno
 import inspect
 import itertools
 import os
@@ -20,7 +20,7 @@ import re
 import socket
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,9 @@ import yaml
 from moontide.errors import ConfigError
 
 T = TypeVar("T")
+FREE_PORTS = range(20_000, 32_000)
+"""Below those that Linux takes for outgoing connections, so that a port stays free until its process listens, and while it restarts."""
+_PORT_TRIES = 1_000
 _USER_PASSWORD = re.compile(r"(://[^/\s:@]*:)\S*@")
 """A password that is not percent-encoded may hold anything: all up to the last @ of the word goes."""
 _QUERY_PASSWORD = re.compile(r"([?&]password=)[^&\s]*")
@@ -256,15 +259,25 @@ def check_port(name: str, port: int) -> None:
         raise ConfigError(f"{name}={port} is no TCP port; use 1..65535, or 0 for a free one")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago, for programs that cannot bind port 0 themselves.
+def free_port(host: str = "127.0.0.1", *, besides: Collection[int] = ()) -> int:
+    """A TCP port of FREE_PORTS that was free a moment ago and is none of `besides`, for programs that cannot bind port 0 themselves.
 
-    It lies below those that Linux gives to outgoing connections, any of which could take it before the program does.
+    Raises: ConfigError when none is found; OSError when `host` is no address of this host.
     """
-    while True:  # tests seed the other random numbers
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind((host, random.SystemRandom().randrange(20_000, 32_000)))
-            return int(sock.getsockname()[1])
+    for _ in range(_PORT_TRIES):
+        port = random.SystemRandom().choice(FREE_PORTS)  # tests seed the other random numbers
+        with socket.socket() as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+        if port not in besides:
+            return port
+    raise ConfigError(
+        f"found no free TCP port between {FREE_PORTS[0]} and {FREE_PORTS[-1]} on {host}; stop something that listens there"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

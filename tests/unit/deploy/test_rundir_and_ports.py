@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_cluster_config
-from deploy.ports import FIRST, LAST, PortPicker, check_fixed_ports, is_free
+from deploy.ports import PortPicker, check_fixed_ports
 from deploy.rundir import LONGEST_PATH, RunDir
+from moontide.config import FREE_PORTS
 from moontide.errors import ConfigError
 
 
@@ -90,10 +90,12 @@ def test_too_long_and_unusable_directories_are_refused(tmp_path: Path) -> None:
 
 
 def test_picked_ports_are_free_different_and_below_the_ephemeral_range() -> None:
-    picker = PortPicker(random.Random(7))
+    picker = PortPicker()
     ports = [picker() for _ in range(50)]
     assert len(set(ports)) == 50
-    assert all(FIRST <= port <= LAST < 32_768 and is_free(port) for port in ports)
+    assert all(FREE_PORTS[0] <= port <= FREE_PORTS[-1] < 32_768 for port in ports)
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_port_in_use_is_named_with_its_option(taken_port: int) -> None:
