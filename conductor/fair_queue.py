@@ -49,8 +49,7 @@ class _Request:
 
     @property
     def size(self) -> int:
-        """Class k holds prompts of 2^(k-1) to 2^k - 1 tokens."""
-        return self.num_tokens.bit_length()
+        return _size(self.num_tokens)
 
 
 class _Claimed:
@@ -72,7 +71,7 @@ class _Claimed:
 
     def work_s(self, num_tokens: int | None = None) -> float:
         """Of prompts of about so many tokens and less; by default of all."""
-        largest = inf if num_tokens is None else num_tokens.bit_length()
+        largest = inf if num_tokens is None else _size(num_tokens)
         return sum(work_s for size, (_, work_s) in self._by_size.items() if size <= largest)
 
 
@@ -129,7 +128,7 @@ class FairQueue:
             return 0.0
         own: Iterable[_Request] = self._queues.get(share.key, ())
         if not self._rivals_weight(share) and not self._is_starved(share):
-            own = (each for each in own if each.size <= num_tokens.bit_length())
+            own = (each for each in own if each.size <= _size(num_tokens))
         ahead_s = own_s = _work_s(own)
         for key, queue in self._queues.items():
             other = queue[0].share
@@ -298,6 +297,11 @@ class FairQueue:
         self._sent[request.attempt_id] = request
         self._claimed.setdefault(request.share.key, _Claimed(request.share)).count(request, 1)
 
+    @property
+    def _limit_s(self) -> float:
+        """What all groups together get ahead."""
+        return self._release_queue_s * self._num_groups()
+
     def _has_room(self) -> bool:
         return self._room_s() - self._leaving_s > _NOTHING_S
 
@@ -306,21 +310,22 @@ class FairQueue:
         if not self._num_groups() or any(priority > share.priority for priority, _ in self._queues):
             return False
         own = self._queues.get(share.key)
-        limit_s = self._release_queue_s * self._num_groups()
         if rivals_weight := self._rivals_weight(share):
             # It has got less than is due to it beside them.
-            return not own and self._turns.ahead_s(share) < limit_s * share.weight / (share.weight + rivals_weight)
+            return not own and self._turns.ahead_s(share) < self._limit_s * share.weight / (
+                share.weight + rivals_weight
+            )
         if own:
-            is_shortest = all(each.size > num_tokens.bit_length() for each in own)
+            is_shortest = all(each.size > _size(num_tokens) for each in own)
             return is_shortest and not self._is_starved(share) and self._is_preempted_for(share, num_tokens)
         # Credit is for bursts beside others; alone it would only fill the groups.
         claimed = self._claimed.get(share.key)
-        return (claimed.work_s(num_tokens) if claimed else 0.0) < limit_s
+        return (claimed.work_s(num_tokens) if claimed else 0.0) < self._limit_s
 
     def _is_preempted_for(self, share: Share, num_tokens: int) -> bool:
         """Whether groups that take no more would, but for prompts that they preempt for one of the claim."""
         before_s = self.queue_share(share, num_tokens) * (self._ahead_s() + self._leaving_s)
-        return self._release_queue_s * self._num_groups() - before_s > _NOTHING_S
+        return self._limit_s - before_s > _NOTHING_S
 
     def _is_starved(self, share: Share) -> bool:
         own = self._queues.get(share.key)
@@ -337,6 +342,11 @@ class FairQueue:
     def _drop_empty(self, share: Share) -> None:
         if not self._queues[share.key]:
             del self._queues[share.key]
+
+
+def _size(num_tokens: int) -> int:
+    """Class k holds prompts of 2^(k-1) to 2^k - 1 tokens."""
+    return num_tokens.bit_length()
 
 
 def _work_s(requests: Iterable[_Request]) -> float:

@@ -68,7 +68,7 @@ def measured_model(
     Args:
         cpu_time: how long this thread has computed; tests hand in another.
     """
-    about = _about(runner, model, layout) | {"longest step": str(chunk_tokens)}
+    about = _about(runner, model, layout, chunk_tokens)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     file = cache_dir() / "profiles" / f"{digest[:16]}.json"
     samples = _read(file)
@@ -181,7 +181,7 @@ def _doubling(first: int, last: int) -> Iterator[int]:
         yield last
 
 
-def _about(runner: StageRunner, model: ModelConfig, layout: KVLayout) -> dict[str, str]:
+def _about(runner: StageRunner, model: ModelConfig, layout: KVLayout, chunk_tokens: int) -> dict[str, str]:
     """Everything that the times depend on. The layout's digest covers the weights, dtype and block size."""
     spec = runner.spec
     return {
@@ -190,6 +190,7 @@ def _about(runner: StageRunner, model: ModelConfig, layout: KVLayout) -> dict[st
         "device": model.device,
         "kernels": f"{model.kernels}: {runner.attention} attention",
         "threads": str(model.threads),
+        "longest step": str(chunk_tokens),
         "host": socket.gethostname(),
         "processor": torch.cuda.get_device_name(model.device) if model.device.startswith("cuda") else _cpu_name(),
         "torch": torch.__version__,

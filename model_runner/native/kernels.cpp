@@ -1,4 +1,5 @@
-// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16 (and AMX, if there is): attention over paged K/V, linear layers, RMS norms.
+// Kernels of a stage in bfloat16, for CPUs with AVX512-BF16 (and AMX, if there is): attention over paged K/V, linear
+// layers, RMS norms.
 //
 // One rule holds for everything here: a row's sums run in an order that depends on the row alone (its position, its
 // keys, the weights), never on what else is in the call. So K/V of a prompt have the same bits for any chunk plan, any
@@ -46,8 +47,8 @@ constexpr int64_t kPanelPairs = 1024; // weights of one panel that are met befor
 constexpr int64_t kPanelRows = 384;   // rows that meet all panels before the next rows
 constexpr int kPrefetchPairs = 1024;  // 4 KiB
 
-constexpr int kAmxRows = 16;          // of one tile register
-constexpr int kAmxPairs = 16;         // pairs that one instruction sums
+constexpr int kAmxRows = 16;            // of one tile register
+constexpr int kAmxPairs = 16;           // pairs that one instruction sums
 constexpr int64_t kAmxPanelRows = 192;  // its steps are short, so the rows have to be nearer
 
 constexpr float kLog2e = 1.44269504f;
@@ -150,79 +151,54 @@ struct AmxRows {  // rows of bfloat16 in tiles, as strides in elements
     int64_t tile_stride;  // to the next 16 rows
 };
 
-// out[32][32 * num_halves] = (accumulate ? out : 0) + rows[32][2 * num_pairs] * columns[num_pairs][32 * num_halves]
-__attribute__((noinline, target("amx-tile,amx-bf16"))) void multiply_32_rows(AmxRows rows, const Pair* columns,
-                                                                             int64_t column_stride, int64_t num_pairs,
-                                                                             float* out, int64_t out_stride,
-                                                                             bool accumulate, int num_halves) {
+// out[16 * N][32 * num_halves] = (accumulate ? out : 0) + rows[16 * N][2 * num_pairs] * columns[num_pairs][32 * num_halves]
+template <int N>
+__attribute__((noinline, target("amx-tile,amx-bf16"))) void multiply_rows(AmxRows rows, const Pair* columns,
+                                                                          int64_t column_stride, int64_t num_pairs,
+                                                                          float* out, int64_t out_stride,
+                                                                          bool accumulate, int num_halves) {
     MEMORY_IS_READ(rows.at);
     int64_t row_bytes = rows.row_stride * sizeof(bf16), column_bytes = column_stride * sizeof(Pair),
             out_bytes = out_stride * sizeof(float);
     for (int half = 0; half < num_halves; half++, columns += 32, out += 32) {
-        float* lower = out + kAmxRows * out_stride;
+        float* lower_out = out + kAmxRows * out_stride;
         if (accumulate) {
             _tile_loadd(0, out, out_bytes);
             _tile_loadd(1, out + 16, out_bytes);
-            _tile_loadd(2, lower, out_bytes);
-            _tile_loadd(3, lower + 16, out_bytes);
+            if constexpr (N == 2) {
+                _tile_loadd(2, lower_out, out_bytes);
+                _tile_loadd(3, lower_out + 16, out_bytes);
+            }
         } else {
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
         }
-        const bf16* upper_rows = rows.at;
-        const bf16* lower_rows = rows.at + rows.tile_stride;
+        const bf16* upper = rows.at;
+        const bf16* lower = rows.at + rows.tile_stride;
         const Pair* column = columns;
         for (int64_t pair = 0; pair < num_pairs; pair += kAmxPairs) {
-            _tile_loadd(4, upper_rows, row_bytes);
+            _tile_loadd(4, upper, row_bytes);
             _tile_loadd(6, column, column_bytes);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, column + 16, column_bytes);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, lower_rows, row_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-            upper_rows += rows.step_stride;
-            lower_rows += rows.step_stride;
+            if constexpr (N == 2) {
+                _tile_loadd(5, lower, row_bytes);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            upper += rows.step_stride;
+            lower += rows.step_stride;
             column += kAmxPairs * column_stride;
         }
         _tile_stored(0, out, out_bytes);
         _tile_stored(1, out + 16, out_bytes);
-        _tile_stored(2, lower, out_bytes);
-        _tile_stored(3, lower + 16, out_bytes);
-    }
-}
-
-// The same for 16 rows.
-__attribute__((noinline, target("amx-tile,amx-bf16"))) void multiply_16_rows(AmxRows rows, const Pair* columns,
-                                                                             int64_t column_stride, int64_t num_pairs,
-                                                                             float* out, int64_t out_stride,
-                                                                             bool accumulate, int num_halves) {
-    MEMORY_IS_READ(rows.at);
-    int64_t row_bytes = rows.row_stride * sizeof(bf16), column_bytes = column_stride * sizeof(Pair),
-            out_bytes = out_stride * sizeof(float);
-    for (int half = 0; half < num_halves; half++, columns += 32, out += 32) {
-        if (accumulate) {
-            _tile_loadd(0, out, out_bytes);
-            _tile_loadd(1, out + 16, out_bytes);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
+        if constexpr (N == 2) {
+            _tile_stored(2, lower_out, out_bytes);
+            _tile_stored(3, lower_out + 16, out_bytes);
         }
-        const bf16* row = rows.at;
-        const Pair* column = columns;
-        for (int64_t pair = 0; pair < num_pairs; pair += kAmxPairs) {
-            _tile_loadd(4, row, row_bytes);
-            _tile_loadd(6, column, column_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, column + 16, column_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-            row += rows.step_stride;
-            column += kAmxPairs * column_stride;
-        }
-        _tile_stored(0, out, out_bytes);
-        _tile_stored(1, out + 16, out_bytes);
     }
 }
 
@@ -239,16 +215,16 @@ struct AmxRows {
     int64_t row_stride, step_stride, tile_stride;
 };
 
-void multiply_32_rows(AmxRows, const Pair*, int64_t, int64_t, float*, int64_t, bool, int) {}
-void multiply_16_rows(AmxRows, const Pair*, int64_t, int64_t, float*, int64_t, bool, int) {}
+template <int N>
+void multiply_rows(AmxRows, const Pair*, int64_t, int64_t, float*, int64_t, bool, int) {}
 
 #endif
 
 // Up to 32 rows, of which those beyond num_rows up to a whole tile are computed too: `out` has room for them.
 void multiply_with_amx(int64_t num_rows, AmxRows rows, const Pair* columns, int64_t column_stride, int64_t num_pairs,
                        float* out, int64_t out_stride, bool accumulate, int num_halves) {
-    (num_rows > kAmxRows ? multiply_32_rows : multiply_16_rows)(rows, columns, column_stride, num_pairs, out,
-                                                                out_stride, accumulate, num_halves);
+    auto multiply = num_rows > kAmxRows ? multiply_rows<2> : multiply_rows<1>;
+    multiply(rows, columns, column_stride, num_pairs, out, out_stride, accumulate, num_halves);
 }
 
 int64_t whole_tiles(int64_t num_rows) { return ceil_div(num_rows, kAmxRows) * kAmxRows; }

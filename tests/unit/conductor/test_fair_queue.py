@@ -87,6 +87,17 @@ class Groups:
         return "".join(self.got[known:])
 
 
+async def behind_a_long_one() -> tuple[Groups, asyncio.Task[None]]:
+    """A long prompt of 16 s is in the group, with as many short ones as go past, and another long one waits."""
+    groups = Groups(room_s=4.0, release_queue_s=4.0)
+    await groups.send(A, 16.0, num_tokens=64_000)
+    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
+    await until(lambda: groups.queue.num_waiting == 1)
+    for _ in range(4):
+        await groups.send(A)
+    return groups, long
+
+
 @pytest_asyncio.fixture
 async def groups() -> AsyncIterator[Groups]:
     made = Groups()
@@ -282,12 +293,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_own_tenant() -
 
 
 async def test_a_long_prompt_that_is_nearly_done_lets_no_more_short_ones_past() -> None:
-    groups = Groups(room_s=4.0, release_queue_s=4.0)
-    await groups.send(A, 16.0, num_tokens=64_000)
-    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
-    await until(lambda: groups.queue.num_waiting == 1)
-    for _ in range(4):
-        await groups.send(A)
+    groups, long = await behind_a_long_one()
     groups.room_s += 15.5
     [short] = await groups.waiting((A, 0))
     await asyncio.sleep(2 * RELEASE_PERIOD_S)
@@ -333,12 +339,7 @@ async def test_the_oldest_prompt_is_not_passed_any_more_after_a_while() -> None:
 
 
 async def test_prompts_of_one_size_keep_their_order() -> None:
-    groups = Groups(room_s=4.0, release_queue_s=4.0)
-    await groups.send(A, 16.0, num_tokens=64_000)
-    long = asyncio.create_task(groups.send(A, 16.0, num_tokens=64_000))
-    await until(lambda: groups.queue.num_waiting == 1)
-    for _ in range(4):
-        await groups.send(A)
+    groups, long = await behind_a_long_one()
     first = asyncio.create_task(groups.send(A, num_tokens=1001))
     [later] = await groups.waiting((A, 0))
     groups.room_s += 1.0

@@ -1,6 +1,5 @@
 """Tiny models are made once per session."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from model_runner.native.build import build_library
-from model_runner.native.kernels import NativeKernels, why_not_native
+from model_runner.native.kernels import NativeKernels
+from tests.native_kernels import why_absent
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,10 +26,7 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def native() -> NativeKernels:
     """The compiled kernels. A compiler that refuses them fails the tests; a CPU or machine without them skips."""
-    reason = why_not_native(dtype="bfloat16", device="cpu")
-    if reason is None and shutil.which("g++") is None:
-        reason = "there is no g++ on PATH"
-    if reason is not None:
+    if (reason := why_absent()) is not None:
         pytest.skip(f"native kernels: {reason}; the cases with torch test the same claims")
     return NativeKernels(build_library())
 
