@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from harness import CpuWatch, cluster, machine, noise, print_result, quietest
+from harness import HOLD_NOTHING_BACK, CpuWatch, cluster, machine, noise, print_result, quietest
 from load import Arrival, Served, percentile, poisson, run_load, stage_times
 from paced_models import write_paced_model
 
@@ -36,7 +36,6 @@ from moontide.perf_model import StepModel
 
 STAGES = 4
 MOST_ATTEMPTS = 2
-HOLD_NOTHING_BACK = "conductor.release_queue_s=1000000"
 ROWS = {
     **{policy: (f"prefill.policy={policy}", HOLD_NOTHING_BACK) for policy in ("lars", "edf", "srpt", "fcfs")},
     "whole-system": ("prefill.policy=lars",),

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import CpuWatch, cluster, machine, noise, print_result, quietest
+from harness import HOLD_NOTHING_BACK, CpuWatch, cluster, machine, noise, print_result, quietest
 from load import Arrival, Served, percentile, poisson, run_load, stage_times
 from paced_models import write_paced_model
 
@@ -72,7 +72,7 @@ def run_mode(
     """Every load on a fresh cluster of this mode, after one small prompt as a warm-up; and others' share of the CPU."""
     results: dict[str, Any] = {}
     # The conductor holds nothing back: what a mode does with many prompts is compared, and it counts with cpp's times.
-    with cluster([*settings, f"prefill.mode={mode}", "conductor.release_queue_s=1000000"]) as running:
+    with cluster([*settings, f"prefill.mode={mode}", HOLD_NOTHING_BACK]) as running:
         asyncio.run(run_load(running.grpc_address, [Arrival(0.0, 128, "warm-up")], seed=seed))
         watch = CpuWatch()
         for number, (name, arrivals) in enumerate(named_loads.items()):

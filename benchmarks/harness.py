@@ -25,6 +25,9 @@ from model_runner.model_source import resolve_model
 from moontide.client import MoontideClient
 from moontide.timeline import Timeline
 
+HOLD_NOTHING_BACK = "conductor.release_queue_s=1000000"
+"""With this setting the conductor's queue lets every prompt go at once."""
+
 NOISY_SHARE = 0.05
 """Others' share of the machine's CPU above which a run calls itself noisy."""
 
